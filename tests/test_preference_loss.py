@@ -243,6 +243,23 @@ def test_a_token_outside_its_support_leaves_the_masks(backend, device, loss_type
 
 
 @ON_EVERY_BACKEND
+def test_a_token_of_the_likelihood_alone_is_counted_outside_of_the_support(backend, device):
+    inputs = make_inputs(4, 10, device=device)
+    inputs["mask"][:] = True
+    inputs["mask"][:, :3] = False  # a prompt, as ORPO has it in its likelihood
+    inputs["nll_mask"] = torch.ones_like(inputs["mask"])
+    inputs["logprobs"][0, 1] = inputs["logprobs"][1, 5] = -torch.inf  # of the second both masks hold it
+    inputs["ref_logprobs"][1, 0] = -torch.inf  # which the likelihood does not ask
+    got = run(backend, inputs, nll_coef=1.0)
+    kept = {name: inputs[name] & (inputs["logprobs"] != -torch.inf) for name in ("mask", "nll_mask")}
+    want = run(backend, inputs | kept, nll_coef=1.0)
+    assert got[1][PREFERENCE_METRICS.index("outside_support")] == 2
+    assert got[0].isfinite()
+    assert_equal("loss", got[0], want[0])
+    assert_equal("grad", got[-1], want[-1])
+
+
+@ON_EVERY_BACKEND
 def test_padding_is_not_outside_of_the_support(backend, device):
     inputs = {k: v.flatten() for k, v in make_inputs(4, 10, device=device).items()}
     inputs |= {"mask": torch.ones_like(inputs["mask"]), "cu_seqlens": torch.tensor([0, 8, 15, 20, 30])}

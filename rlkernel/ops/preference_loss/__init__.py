@@ -82,7 +82,8 @@ def preference_loss(
         apo_zero_unpaired  the same with kl = 0
 
     A token with a log-probability of -inf under the policy or the reference is outside of its support: it
-    leaves the masks, and metric "outside_support" counts it.
+    leaves ``mask``, and metric "outside_support" counts it.  A ``nll_mask`` of its own, which the reference
+    has no part in, it leaves where it is -inf under the policy.
 
     Sums over tokens are fp64 in a fixed order.  A sequence's sum has the same bits whatever surrounds it
     (batch-invariant); loss and gradient have the same bits in every run, and with ``num_items_in_batch`` a
@@ -165,7 +166,7 @@ def preference_loss(
         nll_mask, log_sum_sq_probs = (
             None if x is None else _packing.one_more(x) for x in (nll_mask, log_sum_sq_probs)
         )
-    given, ref = mask, None if sums else ref_logprobs
+    given, ref = (mask, nll_mask), None if sums else ref_logprobs
     mask, nll_mask = inputs.supported(logprobs.detach(), ref, mask, nll_mask)
     call = calls.PreferenceLossCall(
         logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask, nll_mask=nll_mask,
@@ -173,7 +174,10 @@ def preference_loss(
         nll_items=nll_items, running_delta=running_delta, rule=rule,
     )  # fmt: skip
     total, metrics, rewards, logps, delta = op(call)
-    outside = given ^ mask
+    outside = given[0] ^ mask
+    if nll_mask is not None:
+        assert given[1] is not None
+        outside |= given[1] ^ nll_mask
     if cu_seqlens is not None:  # padding counts nowhere
         outside &= torch.arange(len(outside), device=outside.device) < cu_seqlens[-1]
     metrics = torch.cat([metrics, torch.count_nonzero(outside)[None]])
