@@ -344,6 +344,10 @@ def test_names_that_users_know(device, temperature):
     )
     with pytest.raises(ValueError, match=r"index must have shape \(3, 4\)"):
         rlkernel.selective_log_softmax(logits, index[:2])
+    for outside in (-1, logits.shape[-1]):
+        want = rf"index\[1\] must be in \[0, {logits.shape[-1]}\), got {outside}"
+        with pytest.raises(ValueError, match=want):
+            rlkernel.selective_log_softmax(logits, several.index_fill(-1, torch.tensor([1]), outside))
 
 
 def test_what_peers_mean_by_the_next_argument_is_no_temperature():

@@ -164,6 +164,15 @@ BAD = {
     "block_table must be below the 13 blocks of key_cache where a key is read, got 13": {
         "block_table": GOOD["block_table"].clamp(min=13, max=13)
     },
+    "block_table must be below the 13 blocks of key_cache where a key is read, got 2147483647": {
+        "block_table": GOOD["block_table"].long() + 2**32  # the blocks themselves in 32 bits
+    },
+    "seq_lens[0] must be at most 96, the keys of its blocks, got 2147483647": {
+        "seq_lens": GOOD["seq_lens"].long() + 2**32
+    },
+    "seq_lens[0] must be at least the request's 2147483647 rows, got 67": {
+        "cu_seqlens_q": GOOD["cu_seqlens_q"].long() + torch.tensor([0, 2**32, 0])
+    },
 }
 
 

@@ -23,7 +23,8 @@ def layer_norm(
 
     with weights 1 and biases 0 where they are not given.  The variance is taken of differences, and what
     rounding took from the mean is given back: rows with a large common offset keep their digits.
-    Differentiable in ``x``, ``weight`` and ``bias``.
+    Differentiable in ``x``, ``weight`` and ``bias``; backward reads the mean rounded, as torch's does, and is
+    as exact as that.
 
     A row's bits, and those of its gradient, depend on that row alone: not on the other rows, their number,
     the memory layout or the number of threads (batch-invariant).  The gradients of weight and bias are sums

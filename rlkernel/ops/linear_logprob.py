@@ -137,8 +137,9 @@ def linear_logprob(
         scale = max(amax / 448, 1 / (448 * 512))  of a row, max(amax, 1e-10) / 448  of a group
         hidden = float8(clamp(hidden / scale, -448, 448)) * scale
 
-    in fp32, with 224 in the place of 448 for e4m3fnuz.  The weight is frozen.  The gradient of ``hidden`` is
-    that of the product with the same weight, and passes the rounding as if there were none.
+    in fp32, with 224 in the place of 448 for e4m3fnuz.  Beside a ``hidden`` that is not rounded the scaled
+    weight is, to the dtype of ``hidden``, as a dequantised one.  The weight is frozen.  The gradient of
+    ``hidden`` is that of the product with the same weight, and passes the rounding as if there were none.
 
     With a group, every rank gets the outputs of the whole head, to the bit the same ones; the bits depend on
     the number of ranks.  Each rank must compute the same loss from them.  The gradient of ``hidden`` is then

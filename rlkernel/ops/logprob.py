@@ -164,6 +164,8 @@ def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float | Te
         want = tuple(logits.shape[:-1])
         raise ValueError(f"index must have shape {want} or {want} + (K,), got {tuple(index.shape)}")
     lse = logprob(logits, index.new_zeros(logits.shape[:-1]), temperature=temperature).lse
+    inside = _validate.Range(0, logits.shape[-1] - 1, False, f"in [0, {logits.shape[-1]})")
+    _validate.look("index", index.flatten(), inside.holds, inside.want)
     t = temperature[..., None] if isinstance(temperature, Tensor) and temperature.dim() else temperature
     return logits.gather(-1, index.long()).to(lse.dtype) / t - lse[..., None]
 

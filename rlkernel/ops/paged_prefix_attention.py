@@ -18,6 +18,7 @@ from rlkernel.runtime.modes import without_autocast
 
 # flashinfer's bits depend on what else is in the batch: it runs where it is asked for by name
 ORDER = ("native", "triton", "reference")
+_INT32 = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
 
 
 @overload
@@ -249,6 +250,8 @@ def _tables(
             raise ValueError(f"{name} must be {wanted} with B = {requests}, got {tuple(shape)}")
         if x.device != device:
             _validate.same_device(name, x, "query" if device != block_table.device else "block_table", device)
+        if x.dtype == torch.int64:
+            x = x.clamp(*_INT32)  # 2**32 would become 0, a block like any other
         found.append(_validate.dense(x, torch.int32))
     return tuple(found)
 

@@ -12,7 +12,8 @@ def forward(call: LayerNormCall) -> LayerNormResults:
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x.to(wide)
     mean = h.mean(-1, keepdim=True)
-    centred = h - mean
+    shift = (h - mean).mean(-1, keepdim=True)  # what rounding took from the mean
+    centred, mean = (h - mean) - shift, mean + shift
     rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + call.eps)
     normed = centred * rstd
     if call.weight is not None:

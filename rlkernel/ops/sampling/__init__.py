@@ -105,7 +105,7 @@ def sample(
         return_logprobs: which of the three to return.
         greedy_logprobs: of what a row with T = 0 has its processed log-probabilities.  "argmax": of the token
             that it takes, which has 0; "softmax": of the distribution before one is taken (vLLM's).  In both
-            the token alone is kept.
+            the token alone is kept; its processed rank by ``rank_ties="max"`` is of that distribution too.
         return_entropy: also the entropy of ``softmax(z / T)``.
         return_rank: also the token's place in the order, from 1.
         top_logprobs: how many of the likeliest tokens to return, with their log-probabilities.
