@@ -8,12 +8,15 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
+import pretraining
 import ranks
 import titan
 import torch
+from test_titan_pretraining import check_alike as check_pretraining
 from test_titan_trainer import check_alike
 
-FSDP = {"backend": "partial_dtensor"}
+BACKEND = "partial_dtensor"
+FSDP = {"backend": BACKEND}
 KINDS = {
     "tied": FSDP | {"tied": True},
     "bf16": FSDP | {"tied": False, "dtype": "bfloat16"},
@@ -44,3 +47,32 @@ def test_two_ranks(tmp_path):
         for ours, stock in of_ranks:
             check_alike(ours, stock, TOLERANCE.get(kind, 2e-5))
         check_alike(of_ranks[0][0], of_ranks[1][0], 0.0)
+
+
+PRETRAINING = {
+    "tied": {
+        "model": "qwen3",
+        "parallelism": {"spmd_backend": BACKEND, "fsdp_reshard_after_forward": "always"},
+    },
+    "tp": {
+        "validate": True,
+        "parallelism": {
+            "spmd_backend": BACKEND,
+            "tensor_parallel_degree": 2,
+            "enable_sequence_parallel": False,
+        },
+    },
+}
+
+
+def pretrain(rank, kind):
+    torch.autograd.set_multithreading_enabled(False)
+    config = titan.INNER["sft"]
+    return [pretraining.trained(loss(config), **PRETRAINING[kind]) for loss in (titan.fused, titan.chunked)]
+
+
+def test_two_ranks_of_pretraining(tmp_path):
+    start_the_server()
+    for of_ranks in ranks.run(pretrain, list(PRETRAINING), tmp_path).values():
+        for ours, stock in of_ranks:
+            check_pretraining(ours, stock)
