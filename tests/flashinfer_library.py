@@ -200,9 +200,25 @@ def merge_state(v_a, s_a, v_b, s_b, v_merged, s_merged) -> None:
 
 
 @contextlib.contextmanager
-def attention(monkeypatch: pytest.MonkeyPatch, backend: str) -> Iterator[tuple]:
-    """What stands for the package where its choice is a backend, and its compiled attention."""
-    found, kernels = python(), Attention(backend)
+def over(monkeypatch: pytest.MonkeyPatch, package: str, op: str) -> Iterator[types.ModuleType]:
+    """rlkernel's module of an op over a package that may not be installed; it takes CPU tensors here."""
+    if importlib.util.find_spec(package) is None:
+        stand_in = types.ModuleType(package)
+        stand_in.__spec__ = importlib.machinery.ModuleSpec(package, None)
+        monkeypatch.setitem(sys.modules, package, stand_in)
+    modules = tuple(f"rlkernel.{package}{name}" for name in ("", "._attention", f".{op}"))
+    for loaded in modules:
+        monkeypatch.delitem(sys.modules, loaded, raising=False)
+    yield importlib.import_module(modules[-1])
+    for loaded in modules:
+        sys.modules.pop(loaded, None)
+    vars(rlkernel).pop(package, None)
+
+
+@contextlib.contextmanager
+def attention(monkeypatch: pytest.MonkeyPatch, op: str, choice: str) -> Iterator[types.ModuleType]:
+    """rlkernel's module of an op where FlashInfer's own choice is ``fa2`` or ``fa3``; see ``kernels_of``."""
+    found, kernels = python(), Attention(choice)
     prefill = found.prefill
 
     def built(backend, *args):
@@ -214,7 +230,7 @@ def attention(monkeypatch: pytest.MonkeyPatch, backend: str) -> Iterator[tuple]:
     ):  # fmt: skip
         monkeypatch.setattr(prefill, name, built)
     monkeypatch.setattr(prefill, "get_batch_prefill_uri", lambda *args: "stand_in")
-    monkeypatch.setattr(prefill, "determine_attention_backend", lambda *args, **kwargs: backend)
+    monkeypatch.setattr(prefill, "determine_attention_backend", lambda *args, **kwargs: choice)
     monkeypatch.setattr(prefill, "get_compute_capability", lambda device: (9, 0))
     for name in ("is_sm100a_supported", "is_sm110a_supported", "is_sm12x_supported"):
         monkeypatch.setattr(prefill, name, lambda device: False)
@@ -226,11 +242,21 @@ def attention(monkeypatch: pytest.MonkeyPatch, backend: str) -> Iterator[tuple]:
     names = ("BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper")
     assert {*names, "merge_state"} <= exported()
     library = types.SimpleNamespace(
-        **{name: getattr(prefill, name) for name in names}, merge_state=found.cascade.merge_state
+        **{name: getattr(prefill, name) for name in names},
+        merge_state=found.cascade.merge_state,
+        kernels=kernels,
     )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
     prefill.get_batch_prefill_module.cache_clear()
-    yield library, kernels
+    with over(monkeypatch, "flashinfer", op) as module:
+        monkeypatch.setattr(module, "library", lambda: (library, ""))
+        yield module
     prefill.get_batch_prefill_module.cache_clear()
+
+
+def kernels_of(backend: types.ModuleType) -> Attention:
+    """The compiled attention below rlkernel's module of an op."""
+    return backend.library()[0].kernels
 
 
 class _TorchWithoutPinnedMemory:
@@ -314,20 +340,3 @@ def sampling(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 def top_k(x, k, *, sorted, deterministic):
     assert sorted and deterministic
     return torch.topk(x, k)
-
-
-@contextlib.contextmanager
-def backend(monkeypatch: pytest.MonkeyPatch, op: str) -> Iterator[types.ModuleType]:
-    """rlkernel.flashinfer's module of an op, which takes CPU tensors here."""
-    if importlib.util.find_spec("flashinfer") is None:
-        package = types.ModuleType("flashinfer")
-        package.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)
-        monkeypatch.setitem(sys.modules, "flashinfer", package)
-    modules = tuple(f"rlkernel.flashinfer{name}" for name in ("", "._attention", f".{op}"))
-    for loaded in modules:
-        monkeypatch.delitem(sys.modules, loaded, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
-    yield importlib.import_module(modules[-1])
-    for loaded in modules:
-        sys.modules.pop(loaded, None)
-    vars(rlkernel).pop("flashinfer", None)

@@ -3,6 +3,7 @@
 import flashinfer_library
 import pytest
 import torch
+from flashinfer_library import kernels_of
 from paged_cases import STEPS, TABLES, dense, make
 
 import rlkernel
@@ -12,21 +13,9 @@ FP32 = 4e-6  # FlashInfer's lse, by which levels are merged
 
 
 @pytest.fixture(params=["fa2", "fa3"])
-def library(request, monkeypatch):
-    with flashinfer_library.attention(monkeypatch, request.param) as library:
-        yield library
-
-
-@pytest.fixture
-def kernels(library):
-    return library[1]
-
-
-@pytest.fixture
-def backend(monkeypatch, library):
+def backend(request, monkeypatch):
     """rlkernel.flashinfer's module of the op, over FlashInfer's Python."""
-    with flashinfer_library.backend(monkeypatch, "paged_prefix_attention") as backend:
-        monkeypatch.setattr(backend, "library", lambda: (library[0], ""))
+    with flashinfer_library.attention(monkeypatch, "paged_prefix_attention", request.param) as backend:
         yield backend
 
 
@@ -79,12 +68,13 @@ def test_a_lost_level_is_found(monkeypatch, backend):
     assert (out - dense(inputs, torch.float64, scale=0.3)[0]).abs().max() > 0.01
 
 
-def test_layers_share_a_plan(backend, kernels):
+def test_layers_share_a_plan(backend):
     inputs = make(STEPS["both at once"], dtype=torch.float64)
     call = call_of(inputs)
     for _ in range(3):
         backend.forward(call)
     levels = len(backend.levels(call.plan))
+    kernels = kernels_of(backend)
     assert len(kernels.plans) == levels > 1
     backend.forward(call._replace(rule=call.rule._replace(softcap=1.0)))
     assert len(kernels.plans) == 2 * levels
@@ -109,11 +99,11 @@ def test_caches_of_other_strides(backend):
     check(backend, inputs | {"value_cache": by_head})
 
 
-def test_no_rows(backend, kernels):
+def test_no_rows(backend):
     inputs = make(STEPS["one row alone"])
     inputs["query"], inputs["cu_seqlens_q"] = inputs["query"][:0], inputs["cu_seqlens_q"] * 0
     out, lse = backend.forward(call_of(inputs))
-    assert out.shape == (0, 4, 16) and lse.shape == (4, 0) and not kernels.plans
+    assert out.shape == (0, 4, 16) and lse.shape == (4, 0) and not kernels_of(backend).plans
 
 
 def test_it_says_why_not(monkeypatch, backend):

@@ -6,6 +6,7 @@ import types
 import flashinfer_library
 import pytest
 import torch
+from flashinfer_library import kernels_of
 
 from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionResults, AttentionRule, OutGrads
 from rlkernel.prefix.layout import PrefixLayout
@@ -24,21 +25,9 @@ FP32 = 4e-6  # of FlashInfer's lse
 
 
 @pytest.fixture(params=["fa2", "fa3"])
-def library(request, monkeypatch):
-    with flashinfer_library.attention(monkeypatch, request.param) as library:
-        yield library
-
-
-@pytest.fixture
-def kernels(library):
-    return library[1]
-
-
-@pytest.fixture
-def backend(monkeypatch, library):
+def backend(request, monkeypatch):
     """rlkernel.flashinfer's module of the op, over FlashInfer's Python."""
-    with flashinfer_library.backend(monkeypatch, "prefix_shared_attention") as backend:
-        monkeypatch.setattr(backend, "library", lambda: (library[0], ""))
+    with flashinfer_library.attention(monkeypatch, "prefix_shared_attention", request.param) as backend:
         yield backend
 
 
@@ -68,11 +57,11 @@ def test_matches_the_reference(name, heads, kv_heads, options, backend):
     [((192, 128), (192, 128)), ((64, 32), (64, 64)), ((32, 64), (64, 64)), ((128, 192), (192, 192))],
     ids=str,
 )
-def test_values_of_another_head_dim(dims, given, options, backend, kernels):
+def test_values_of_another_head_dim(dims, given, options, backend):
     """Those of multi-head latent attention go in as they are."""
     call = case(TREE, dims=dims, **options)
     (out, lse), (want, want_lse) = backend.forward(call), reference.forward(call)
-    assert kernels.dims == given and out.is_contiguous() and out.shape == want.shape
+    assert kernels_of(backend).dims == given and out.is_contiguous() and out.shape == want.shape
     assert (out - want).abs().max() <= (1e-11 if "sinks" not in options else FP32)
     assert (lse - want_lse).abs().max() <= FP32
 
@@ -96,21 +85,22 @@ def test_base_two_read_as_natural_is_found(monkeypatch, backend):
     assert (backend.forward(call)[1] - reference.forward(call)[1]).abs().max() > 0.1
 
 
-def test_layers_share_a_plan(backend, kernels):
+def test_layers_share_a_plan(backend):
     call = case(TREE)
     for _ in range(3):
         backend.forward(call)
+    kernels = kernels_of(backend)
     assert len(kernels.plans) == 1
     for others in (case(TREE, window=3), case(TREE, heads=6), case(LAYOUTS["group"]), call):
         out, _ = backend.forward(others)
         assert (out - reference.forward(others)[0]).abs().max() <= 1e-11
-    assert len(kernels.plans) == 5 and {backend for backend, *_ in kernels.plans} == {kernels.backend}
+    assert len(kernels.plans) == 5 and {choice for choice, *_ in kernels.plans} == {kernels.backend}
 
 
-def test_no_rows(backend, kernels):
+def test_no_rows(backend):
     layout = PrefixLayout((), (), ())
     out, lse = backend.forward(case(layout, torch.bfloat16))
-    assert out.shape == (0, 4, 16) and lse.shape == (4, 0) and not kernels.plans
+    assert out.shape == (0, 4, 16) and lse.shape == (4, 0) and not kernels_of(backend).plans
 
 
 def on_gpu(monkeypatch, dtype=torch.bfloat16, head_dim=64):

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import sys
 import types
 from pathlib import Path
 
@@ -63,21 +62,13 @@ def library(name, monkeypatch):
 @pytest.fixture
 def backend(name, monkeypatch):
     """The backend's module over the stand-in."""
-    for package in LIBRARIES:
-        if importlib.util.find_spec(package) is None:
-            stand_in = types.ModuleType(package)
-            stand_in.__spec__ = importlib.machinery.ModuleSpec(package, None)
-            monkeypatch.setitem(sys.modules, package, stand_in)
-    for loaded in (f"rlkernel.{name}", f"rlkernel.{name}.sampling"):
-        monkeypatch.delitem(sys.modules, loaded, raising=False)
-    module = importlib.import_module(f"rlkernel.{name}.sampling")
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
-    with library(name, monkeypatch) as found:
+    with (
+        library(name, monkeypatch) as found,
+        flashinfer_library.over(monkeypatch, name, "sampling") as module,
+    ):
         monkeypatch.setattr(library_sampling, "imported", lambda path: (found, ""))
         yield module
-    for loaded in (f"rlkernel.{name}", f"rlkernel.{name}.sampling"):
-        sys.modules.pop(loaded, None)
-    vars(rlkernel).pop(name, None)
 
 
 def on_gpu(monkeypatch, name):
