@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import layout
+import layout_code
+import layout_files
+import layout_pages
 import pytest
 
 from rlkernel import dispatch
@@ -80,7 +83,7 @@ def house(tmp_path):
             if text is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
-        for name in layout.LINKS:
+        for name in layout_files.LINKS:
             (tmp_path / "rlkernel" / name).symlink_to(f"../{name}")
         return tmp_path
 
@@ -154,19 +157,19 @@ RULES = {
         "the reference's scale.py imports rlkernel.drivers.linear_logprob",
     ),
     "import_circles": (
-        layout.import_circles,
+        layout_code.import_circles,
         (),
         plant("rlkernel/ops/scale.py", "if TYPE_CHECKING:\n    import rlkernel\ndef scale(x): ...\n"),
         "rlkernel -> rlkernel.ops.scale -> rlkernel is a circle",
     ),
     "numbered": (
-        layout.numbered,
+        layout_code.numbered,
         (),
         plant("triton_ops/scale.py", FUNCTIONS + KERNEL.format("C.term == 3")),
         "scale.py:6 has a number for a name: C.term == 3",
     ),
     "defaults": (
-        layout.defaults,
+        layout_code.defaults,
         (),
         plant("integrations/trl/head.py", "import torch\nROWS = torch.arange(4)\n"),
         "integrations/trl/head.py:2 has a torch.arange without device=",
@@ -184,20 +187,30 @@ RULES = {
         "trl has no docs/integrations/trl.md",
     ),
     "integration_pages": (
-        layout.integration_pages,
+        layout_pages.integration_pages,
         (),
         plant("docs/integrations/trl.md", PAGE.replace("## Limits\n", "")),
         "docs/integrations/trl.md has no section 'Limits'",
     ),
-    "commands": (layout.commands, (), plant("README.md", "`make tests`"), "make has no target tests"),
-    "orphan_pages": (layout.orphan_pages, (), plant("docs/lost.md", ""), "no page links to docs/lost.md"),
+    "commands": (layout_pages.commands, (), plant("README.md", "`make tests`"), "make has no target tests"),
+    "orphan_pages": (
+        layout_pages.orphan_pages,
+        (),
+        plant("docs/lost.md", ""),
+        "no page links to docs/lost.md",
+    ),
     "typed_figures": (
-        layout.typed_figures,
+        layout_pages.typed_figures,
         (),
         plant("docs/ops/scale.md", "ok\nit is 1.5 times as fast as before"),
         "docs/ops/scale.md:2 has a figure typed by hand: 1.5 times as fast",
     ),
-    "environment": (layout.environment, (), plant("docs/lost.md", "RLKERNEL_SPEED"), "nothing reads it"),
+    "environment": (
+        layout_pages.environment,
+        (),
+        plant("docs/lost.md", "RLKERNEL_SPEED"),
+        "nothing reads it",
+    ),
     "stubs": (
         layout.stubs,
         (),
@@ -278,7 +291,9 @@ def test_a_kernel_that_reads_what_python_hands_over_is_seen(house):
 )
 def test_circles_of_imports_are_seen(script, circle, house):
     through_a_link = plant("triton_ops/scale.py", FUNCTIONS + "from rlkernel.integrations.trl import head\n")
-    problems = layout.import_circles(house(**through_a_link, **plant("integrations/trl/head.py", script)))
+    problems = layout_code.import_circles(
+        house(**through_a_link, **plant("integrations/trl/head.py", script))
+    )
     assert len(problems) == (circle is not None) and (circle or "") in "".join(problems)
 
 
@@ -303,7 +318,7 @@ def test_a_framework_is_a_file_or_a_package(path, house):
     ],
 )
 def test_figures_of_speed_are_seen(text, seen, house):
-    assert bool(layout.typed_figures(house(**plant("docs/ops/scale.md", text)))) == seen
+    assert bool(layout_pages.typed_figures(house(**plant("docs/ops/scale.md", text)))) == seen
 
 
 def test_there_are_ops_and_backends():
@@ -326,7 +341,7 @@ def test_there_are_ops_and_backends():
     ],
 )
 def test_a_number_for_a_name_is_seen(code, seen, house):
-    problems = layout.numbered(house(**plant("triton_ops/scale.py", FUNCTIONS + KERNEL.format(code))))
+    problems = layout_code.numbered(house(**plant("triton_ops/scale.py", FUNCTIONS + KERNEL.format(code))))
     assert bool(problems) == seen
 
 
@@ -344,7 +359,7 @@ def test_a_number_for_a_name_is_seen(code, seen, house):
     ],
 )
 def test_what_follows_a_default_of_torch_is_seen(code, missing, house):
-    problems = layout.defaults(house(**plant("rlkernel/ops/scale.py", f"def scale(x):\n    {code}\n")))
+    problems = layout_code.defaults(house(**plant("rlkernel/ops/scale.py", f"def scale(x):\n    {code}\n")))
     assert [problem.rpartition(" without ")[2] for problem in problems] == [f"{x}=" for x in missing]
 
 
@@ -363,7 +378,7 @@ def test_a_module_may_be_a_package(house):
 def test_no_file_holds_a_machine_path_an_index_or_a_note_to_oneself():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout: the list of tracked files is git's")
-    assert layout.forbidden_text(ROOT, layout.tracked_files(ROOT)) == []
+    assert layout_pages.forbidden_text(ROOT, layout_pages.tracked_files(ROOT)) == []
 
 
 @pytest.mark.parametrize(
@@ -371,11 +386,11 @@ def test_no_file_holds_a_machine_path_an_index_or_a_note_to_oneself():
 )
 def test_forbidden_text_is_found(line, tmp_path):
     (tmp_path / "a.py").write_text(f"ok\n{line}\n")
-    problems = layout.forbidden_text(tmp_path, [tmp_path / "a.py"])
+    problems = layout_pages.forbidden_text(tmp_path, [tmp_path / "a.py"])
     assert len(problems) == 1 and problems[0].startswith("a.py:2 has")
 
 
-@pytest.mark.parametrize("package", layout.LINKS)
+@pytest.mark.parametrize("package", layout_files.LINKS)
 def test_a_linked_package_refuses_its_top_level_name(package):
     command = [sys.executable, "-c", f"import {package}"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

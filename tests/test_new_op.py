@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import layout
+import layout_files
+import layout_pages
 import pytest
 
 from rlkernel import dispatch
@@ -91,7 +93,7 @@ with rlkernel.use_backend("reference"):
 def house(tmp_path):
     """A copy of this one with the new op in it."""
     unwanted = shutil.ignore_patterns("__pycache__", "*.so", "results")
-    for name in ("rlkernel", "csrc", "docs", "tests", *layout.LINKS):
+    for name in ("rlkernel", "csrc", "docs", "tests", *layout_files.LINKS):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=unwanted)
     for name in ("README.md", "CONTRIBUTING.md", "Makefile", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
@@ -106,7 +108,7 @@ def house(tmp_path):
 
 def test_it_keeps_the_rules(house):
     backends = (dispatch.BACKENDS,)
-    checks = (layout.op_files, layout.op_exports, layout.reference_imports, layout.orphan_pages)
+    checks = (layout.op_files, layout.op_exports, layout.reference_imports, layout_pages.orphan_pages)
     problems = [x for check in checks for x in check(house)]
     for check in (layout.orphans, layout.signatures, layout.backend_imports):
         problems += check(house, *backends)
