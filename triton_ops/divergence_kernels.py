@@ -32,16 +32,36 @@ def rise(old, new):
 
 
 @triton.jit
+def exp_less_one(x, e):
+    """exp(x) - 1 for x <= 0 with the digits of a small one: its series below 0.35, where 1 takes some away.
+
+    ``e`` is exp(x).
+    """
+    series = tl.full(x.shape, 1.0 / 5040, tl.float32)
+    series = tl.fma(series, x, 1.0 / 720)
+    series = tl.fma(series, x, 1.0 / 120)
+    series = tl.fma(series, x, 1.0 / 24)
+    series = tl.fma(series, x, 1.0 / 6)
+    series = tl.fma(series, x, 0.5)
+    return tl.where(x > -0.35, tl.fma(x * x, series, x), e - 1.0)
+
+
+@triton.jit
 def ahead_of_mixture(ahead, beta):
     """``log p - log m`` and ``log q - log m`` with ``m = (1 - beta) p + beta q`` and ``ahead = log q - log p``.
 
-    The larger of p and q is taken out of m: what is left is near 1 where they are near each other, and no
-    difference of two large logarithms is taken.
+    The larger of p and q is taken out of m: what is left is 1 where they are equal, and no difference of two
+    large logarithms is taken.
     """
     behind = -tl.abs(ahead)
-    larger = tl.where(ahead > 0, beta, 1.0 - beta)
-    rest = tl.fma(1.0 - larger, tl.exp2(behind * LOG2E), larger)
-    near = -tl.log2(tl.maximum(rest, SMALLEST)) * LN2
+    share, larger = tl.where(ahead > 0, 1.0 - beta, beta), tl.where(ahead > 0, beta, 1.0 - beta)
+    e = tl.exp2(behind * LOG2E)
+    less = share * exp_less_one(behind, e)
+    total = 1.0 + less
+    rest = tl.maximum(tl.fma(share, e, larger), SMALLEST)
+    # near 1 what 1 + less has lost is found again; far from it `less` has lost the larger one's share
+    lost = tl.where(less > -0.5, (less - (total - 1.0)) / total, 0.0)
+    near = -(tl.log(tl.where(less > -0.5, total, rest)) + lost)
     far = behind + near
     return tl.where(ahead > 0, far, near), tl.where(ahead > 0, near, far)
 
@@ -117,6 +137,8 @@ def divergence_forward_kernel(
     up, teacher_up = rise(m, safe), rise(teacher_m, teacher_safe)
     total = tl.sum(s.to(tl.float64) * factor)
     teacher_total = tl.sum(teacher_s.to(tl.float64) * teacher_factor)
+    total = tl.where(total > 0, total, float("nan"))  # a row of -inf alone is no distribution
+    teacher_total = tl.where(teacher_total > 0, teacher_total, float("nan"))
     log_sum, teacher_log_sum = tl.log(total), tl.log(teacher_total)
     tl.store(row_max + row, top)
     tl.store(sum_exp + row, total.to(tl.float32))

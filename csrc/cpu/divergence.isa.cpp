@@ -90,8 +90,19 @@ struct Known {
   }
 };
 
-// Where p and q are ahead of m = (1 - beta) p + beta q, by logarithms: with the larger of p and q taken out of m, what is left
-// is near 1 where they are near each other, and no difference of two large logarithms is taken.
+// exp(x) - 1 for x <= 0 with the digits of a small one: its series below 0.35, where 1 takes some away. `e` is exp(x).
+inline Floats exp_less_one(Floats x, Floats e) {
+  Floats series = broadcast(1.0f / 5040);
+  series = fma(series, x, broadcast(1.0f / 720));
+  series = fma(series, x, broadcast(1.0f / 120));
+  series = fma(series, x, broadcast(1.0f / 24));
+  series = fma(series, x, broadcast(1.0f / 6));
+  series = fma(series, x, broadcast(0.5f));
+  return x > -0.35f ? fma(x * x, series, x) : e - 1.0f;
+}
+
+// How far p and q are ahead of m = (1 - beta) p + beta q, by logarithms. The larger of p and q is taken out of m: what is left is
+// 1 where they are equal, and no difference of two large logarithms is taken.
 struct Mixture {
   Floats beta;
   ScaledExp exp;
@@ -103,10 +114,13 @@ struct Mixture {
   };
 
   Ahead of(Floats ahead) const {
-    const Floats one = broadcast(1.0f), behind = -abs(ahead);
-    const Floats larger = ahead > 0 ? beta : one - beta;
-    const Floats rest = fma(one - larger, exp(exp.cut(behind)), larger);
-    const Floats near = -log(max(rest, broadcast(std::numeric_limits<float>::min()))), far = behind + near;
+    const Floats behind = -abs(ahead);
+    const Floats share = ahead > 0 ? 1.0f - beta : beta, larger = ahead > 0 ? beta : 1.0f - beta;
+    const Floats e = exp(exp.cut(behind)), less = share * exp_less_one(behind, e), sum = 1.0f + less;
+    const Floats rest = max(fma(share, e, larger), broadcast(std::numeric_limits<float>::min()));
+    // near 1 what 1 + less has lost is found again; far from it `less` has lost the larger one's share
+    const Floats lost = less > -0.5f ? (less - (sum - 1.0f)) / sum : broadcast(0.0f);
+    const Floats near = -(log(less > -0.5f ? sum : rest) + lost), far = behind + near;
     return {ahead > 0 ? far : near, ahead > 0 ? near : far};
   }
 };

@@ -85,9 +85,8 @@ def divergence(
     if inplace_backward and any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True)):
         strides = logits.stride()
         raise ValueError(f"logits must not be expanded with inplace_backward=True, got strides {strides}")
-    kept = None
-    if mask is not None:
-        kept = _validate.flags("mask", mask, "the rows of logits", logits[..., 0])
+    kept = _validate.mask(mask, "the rows of logits", logits[..., 0])
+    kept = None if kept is None else kept.contiguous()
     rows = (_validate.rows(x, x.dtype) for x in (logits, teacher_logits))
     return DivergenceOutput(
         *op(DivergenceCall(*rows, kept, beta, temperature, return_entropy, inplace_backward))

@@ -14,13 +14,13 @@ def forward(call: DivergenceCall) -> DivergenceResults:
     p, q = log_p.exp(), log_q.exp()
     student_part = None
     if beta == 0:
-        divergence = _expected(q, log_q, log_p)
+        divergence = _expected(q, log_q - log_p)
     elif beta == 1:
-        divergence = student_part = _expected(p, log_p, log_q)
+        divergence = student_part = _expected(p, log_p - log_q)
     else:
-        log_m = _log_mixture(p, q, beta)
-        student_part = _expected(p, log_p, log_m)
-        divergence = (1 - beta) * student_part + beta * _expected(q, log_q, log_m)
+        of_student, of_teacher = _ahead_of_mixture(log_p, log_q, beta)
+        student_part = _expected(p, of_student)
+        divergence = (1 - beta) * student_part + beta * _expected(q, of_teacher)
     entropy = -torch.where(p == 0, 0, p * log_p).sum(-1) if call.return_entropy else None
 
     def kept(x: Tensor | None) -> Tensor | None:
@@ -41,11 +41,10 @@ def backward(call: DivergenceCall, results: DivergenceResults, grad: Tensor) -> 
         of_row = p - q
     else:
         assert results.student_part is not None
-        other = log_q if beta == 1 else _log_mixture(p, q, beta)
         weight = 1.0 if beta == 1 else 1 - beta
+        ahead = log_p - log_q if beta == 1 else _ahead_of_mixture(log_p, log_q, beta)[0]
         # where p is 0 the difference may be infinite, and is worth nothing
-        beside = torch.where(p == 0, 0, log_p - other) - results.student_part[..., None]
-        of_row = weight * p * beside
+        of_row = weight * p * (torch.where(p == 0, 0, ahead) - results.student_part[..., None])
         of_row = torch.where(results.student_part.isfinite()[..., None], of_row, torch.nan)
     wanted = grad != 0 if call.mask is None else call.mask & (grad != 0)
     found = torch.where(wanted[..., None], of_row * (grad[..., None] / t), 0).to(call.logits.dtype)
@@ -66,14 +65,22 @@ def _again(logits: Tensor, t: float, row_max: Tensor, sum_exp: Tensor) -> Tensor
     return shifted - sum_exp.log()[..., None]
 
 
-def _expected(weight: Tensor, log_weight: Tensor, other: Tensor) -> Tensor:
-    return torch.where(weight == 0, 0, weight * (log_weight - other)).sum(-1)
+def _expected(weight: Tensor, x: Tensor) -> Tensor:
+    return torch.where(weight == 0, 0, weight * x).sum(-1)
 
 
-def _log_mixture(p: Tensor, q: Tensor, beta: float) -> Tensor:
-    """Where it is 0, and so is p or q, 0: what stands beside it is worth nothing."""
-    m = (1 - beta) * p + beta * q
-    return torch.where(m == 0, 0, m).log().where(m != 0, 0)
+def _ahead_of_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """``log p - log m`` and ``log q - log m`` with ``m = (1 - beta) p + beta q``.
+
+    The larger of p and q is taken out of m: what is left is 1 where they are equal.
+    """
+    ahead = log_q - log_p
+    behind = -ahead.abs()
+    share = torch.full_like(ahead, beta).masked_fill_(ahead > 0, 1 - beta)  # of the smaller one
+    less = share * torch.expm1(behind)
+    rest = torch.full_like(ahead, 1 - beta).masked_fill_(ahead > 0, beta) + share * behind.exp()
+    near = -torch.where(less > -0.5, torch.log1p(less), rest.log())
+    return torch.where(ahead > 0, behind + near, near), torch.where(ahead > 0, near, behind + near)
 
 
 def make_inputs(
