@@ -17,7 +17,7 @@ def divergence(
     logits: Tensor,
     teacher_logits: Tensor,
     *,
-    beta: float,
+    beta: float = 0.5,
     mask: Tensor | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
