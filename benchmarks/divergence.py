@@ -40,7 +40,7 @@ def row_elements(case: Case) -> int:
 
 
 def bytes_moved(case: Case, backward: bool) -> int:
-    # forward: read both logits once, 2 N V b; backward: read them again and write as large a gradient, 3 N V b
+    # forward: read both logits once, 2 N V b; backward: read them again, write as large a gradient, 3 N V b
     return (5 if backward else 2) * case.sizes["N"] * case.sizes["V"] * case.itemsize
 
 

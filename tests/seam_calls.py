@@ -218,7 +218,14 @@ def _turned():
 
 
 ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes, _norms, _elements, _turned)
-CALLS = (_benchmarks, *ONE_OF_EACH, _divergences, _products, _pages, _composed)  # those of kernels that are a CPU's alone
+CALLS = (
+    _benchmarks,
+    *ONE_OF_EACH,
+    _divergences,
+    _products,
+    _pages,
+    _composed,
+)  # those of kernels that are a CPU's alone
 
 # (kernel, field, what is wrong) that is another right call: of a sequence, a group or a token less
 ALLOWED = {

@@ -43,7 +43,8 @@ def double(inputs):
 
 def check_against_fp64(backend, inputs, **options):
     ours, torchs, truth = (
-        run(b, x, **options) for b, x in ((backend, inputs), ("reference", inputs), ("reference", double(inputs)))
+        run(b, x, **options)
+        for b, x in ((backend, inputs), ("reference", inputs), ("reference", double(inputs)))
     )
     assert ours["divergence"].dtype == torch.float32 and ours["grad"].dtype == inputs["logits"].dtype
     # differences of logarithms of the order of 1, of which the mixture takes a part
@@ -98,7 +99,10 @@ def test_matches_fp64(backend, device, dtype, beta):
 def test_a_teacher_of_another_width(backend, device):
     for of_student, of_teacher in ((torch.float32, torch.bfloat16), (torch.float16, torch.float32)):
         inputs = make_inputs(12, 77, device=device)
-        inputs = {"logits": inputs["logits"].to(of_student), "teacher_logits": inputs["teacher_logits"].to(of_teacher)}
+        inputs = {
+            "logits": inputs["logits"].to(of_student),
+            "teacher_logits": inputs["teacher_logits"].to(of_teacher),
+        }
         check_against_fp64(backend, inputs, beta=0.5)
 
 
@@ -127,10 +131,14 @@ def test_tokens_without_probability(backend, device):
     left = torch.tensor([i for i in range(9) if i != 2], device=device)
     for beta in BETAS:
         got = run(backend, inputs, beta=beta, return_entropy=True)
-        without = run(backend, {"logits": x[:, left], "teacher_logits": y[:, left]}, beta=beta, return_entropy=True)
+        without = run(
+            backend, {"logits": x[:, left], "teacher_logits": y[:, left]}, beta=beta, return_entropy=True
+        )
         torch.testing.assert_close(got["divergence"], without["divergence"], rtol=2e-6, atol=1e-7)
         torch.testing.assert_close(got["entropy"], without["entropy"], rtol=2e-6, atol=1e-7)
-        torch.testing.assert_close(got["grad"][:, left], without["grad"], rtol=2e-6, atol=1e-7, equal_nan=True)
+        torch.testing.assert_close(
+            got["grad"][:, left], without["grad"], rtol=2e-6, atol=1e-7, equal_nan=True
+        )
         infinite = {0.0: [1], 1.0: [2]}.get(beta, [])
         assert got["divergence"].isinf().nonzero().flatten().tolist() == infinite
         rows = [r for r in range(4) if not (beta == 1 and r == 2)]
@@ -147,7 +155,14 @@ def test_tokens_without_probability(backend, device):
 def test_rows_that_are_no_distribution(backend, device):
     inputs = make_inputs(8, 40, device=device)
     x, y = inputs["logits"], inputs["teacher_logits"]
-    x[0, 3], x[1], x[2, 39], y[3, 0], y[4], y[5, 7] = torch.nan, -torch.inf, torch.inf, torch.nan, -torch.inf, torch.inf
+    x[0, 3], x[1], x[2, 39], y[3, 0], y[4], y[5, 7] = (
+        torch.nan,
+        -torch.inf,
+        torch.inf,
+        torch.nan,
+        -torch.inf,
+        torch.inf,
+    )
     for beta in BETAS:
         got = run(backend, inputs, torch.ones(8), beta=beta)
         assert got["divergence"].isnan().tolist() == [True] * 6 + [False] * 2
@@ -181,7 +196,12 @@ def test_the_ends_of_the_range(backend, device):
 def test_any_strides_and_no_rows(backend, device):
     wide = {name: x.view(3, 4, 20) for name, x in make_inputs(12, 20, device=device).items()}
     mask = torch.arange(12, device=device).view(3, 4) % 5 > 0
-    views = (lambda x: x[:, :-1], lambda x: x.transpose(0, 1), lambda x: x[None, :, ::2], lambda x: x[..., ::2])
+    views = (
+        lambda x: x[:, :-1],
+        lambda x: x.transpose(0, 1),
+        lambda x: x[None, :, ::2],
+        lambda x: x[..., ::2],
+    )
     for view in views:
         inputs = {name: view(x) for name, x in wide.items()}
         kept = view(mask[..., None].expand(3, 4, 20))[..., 0]
@@ -203,7 +223,9 @@ def test_a_row_does_not_feel_the_others(backend, device, beta):
     grad = torch.randn(n, generator=torch.Generator().manual_seed(1)).to(device)
     whole = run(backend, inputs, grad, beta=beta, return_entropy=True)
     for rows in (slice(0, 1), slice(n - 3, n), torch.randperm(n, generator=torch.Generator().manual_seed(2))):
-        part = run(backend, {k: x[rows] for k, x in inputs.items()}, grad[rows], beta=beta, return_entropy=True)
+        part = run(
+            backend, {k: x[rows] for k, x in inputs.items()}, grad[rows], beta=beta, return_entropy=True
+        )
         for name, x in part.items():
             assert_equal(name, x, whole[name][rows])
     for name, x in run(backend, inputs, grad, beta=beta, return_entropy=True).items():
@@ -246,7 +268,9 @@ def test_the_gradient_over_the_logits(backend, device):
     leaf = inputs["logits"].clone().requires_grad_()
     with running(backend):
         logits = leaf * 1
-        out = rlkernel.divergence(logits, inputs["teacher_logits"], beta=0.3, inplace_backward=True).divergence
+        out = rlkernel.divergence(
+            logits, inputs["teacher_logits"], beta=0.3, inplace_backward=True
+        ).divergence
         (found,) = torch.autograd.grad(out, leaf, upstream(out), retain_graph=True)
         assert_equal("grad", found, want)
         assert_equal("over the logits", logits.detach(), want)
@@ -275,13 +299,15 @@ def test_trls_function_says_the_same():
 
 
 def test_trls_chunked_divergence_says_the_same():
-    """Its own test of both heads is in test_linear_divergence.py; here the heads are the identity."""
+    """Of heads that are the identity."""
     function = pytest.importorskip("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     inputs = make_inputs(10, 32)
     eye = torch.eye(32)
     for beta in BETAS:
         mine, theirs = (inputs["logits"].clone().requires_grad_() for _ in range(2))
-        out = rlkernel.divergence(mine, inputs["teacher_logits"], beta=beta, temperature=0.7, return_entropy=True)
+        out = rlkernel.divergence(
+            mine, inputs["teacher_logits"], beta=beta, temperature=0.7, return_entropy=True
+        )
         want, entropy = function.apply(theirs, eye, None, inputs["teacher_logits"], eye, None, beta, 0.7)
         torch.testing.assert_close(out.divergence, want, rtol=1e-5, atol=2e-6)
         torch.testing.assert_close(out.entropy, entropy, rtol=1e-5, atol=2e-6)
@@ -302,16 +328,28 @@ X = torch.zeros(2, 3)
 BAD = [
     (dict(logits=torch.zeros(2, 0)), r"logits must be \[..., V\] with V >= 1, got \(2, 0\)"),
     (dict(logits=X.int()), "logits must be float16, .* got int32"),
-    (dict(teacher_logits=torch.zeros(2, 4)), r"teacher_logits must have logits' shape \(2, 3\), got \(2, 4\)"),
-    (dict(teacher_logits=X.double()), "teacher_logits must be float64 with logits of float64 alone, got float64"),
-    (dict(teacher_logits=X.clone().requires_grad_()), r"teacher_logits must not require a gradient \(detach it\)"),
+    (
+        dict(teacher_logits=torch.zeros(2, 4)),
+        r"teacher_logits must have logits' shape \(2, 3\), got \(2, 4\)",
+    ),
+    (
+        dict(teacher_logits=X.double()),
+        "teacher_logits must be float64 beside float64 alone, got float64",
+    ),
+    (
+        dict(teacher_logits=X.clone().requires_grad_()),
+        r"teacher_logits must not require a gradient \(detach it\)",
+    ),
     (dict(beta=1.5), r"beta must be in \[0, 1\], got 1.5"),
     (dict(beta=torch.tensor(0.5)), "beta must be a number, got Tensor"),
     (dict(mask=torch.ones(3)), r"mask must have the rows of logits' shape \(2,\), got \(3,\)"),
     (dict(mask=torch.ones(2, dtype=torch.complex64)), "mask must be bool, integer or float, got complex64"),
     (dict(temperature=0.0), "temperature must be > 0 and finite, got 0.0"),
     (dict(temperature=torch.ones(2)), "temperature must be a number, got Tensor"),
-    (dict(logits=X[:1].expand(2, 3), inplace_backward=True), "logits must not be expanded with inplace_backward"),
+    (
+        dict(logits=X[:1].expand(2, 3), inplace_backward=True),
+        "logits must not be expanded with inplace_backward",
+    ),
 ]
 
 

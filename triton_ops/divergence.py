@@ -1,4 +1,4 @@
-"""``divergence`` over Triton: each way one launch, which reads both rows, Jensen and Shannon's forward twice."""
+"""``divergence`` over Triton: one launch each way over both rows, which Jensen and Shannon's reads twice."""
 
 import functools
 from typing import Any
@@ -23,23 +23,27 @@ def forward(call: DivergenceCall) -> DivergenceResults:
     row = functools.partial(torch.empty, logits.shape[:-1], dtype=torch.float32, device=logits.device)
     entropy = row() if call.return_entropy else None
     results = DivergenceResults(row(), entropy, row(), row(), row(), row(), row() if call.beta else None)
-    pair = rows_of(logits), rows_of(call.teacher_logits)
     lanes, vec, warps = _plan(call)
-    scattered = any(n % 16 for x, _, outer, step in pair for n in (outer, step, x.data_ptr())) or vocab % 16 != 0
     if logits.numel():
+        x, y = rows_of(logits), rows_of(call.teacher_logits)
         with torch.cuda.device_of(logits):
             kernels.divergence_forward_kernel[(logits.numel() // vocab,)](
-                *pair[0], *pair[1], call.mask, vocab, call.temperature, call.beta, *results, **_kind(call),
-                SCATTERED=scattered, LANES=lanes, VEC=vec, num_warps=warps, enable_fp_fusion=False,
+                *x, *y, call.mask, vocab, call.temperature, call.beta, *results, **_kind(call),
+                SCATTERED=_is_scattered(vocab, x, y), LANES=lanes, VEC=vec, num_warps=warps,
+                enable_fp_fusion=False,
             )  # fmt: skip
     return results
 
 
 def backward(call: DivergenceCall, results: DivergenceResults, grad: Tensor) -> Tensor:
     logits, vocab = call.logits, call.logits.shape[-1]
-    out = logits if call.inplace_backward else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     x = rows_of(logits)
-    into = x if call.inplace_backward else rows_of(out)
+    if call.inplace_backward:
+        assert x[0] is not None
+        out, into = x[0], x  # the logits, or a copy of them in rows
+    else:
+        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        into = rows_of(out)
     lanes, vec, warps = _plan(call)
     block = lanes * vec
     span = min(4, cdiv(vocab, block)) * block
@@ -51,8 +55,16 @@ def backward(call: DivergenceCall, results: DivergenceResults, grad: Tensor) -> 
                 *results[2:], *into, spans, **_kind(call), SPAN=span, BLOCK=block, num_warps=warps,
                 enable_fp_fusion=False,
             )  # fmt: skip
-    made = into[0]
-    return out if made.data_ptr() == out.data_ptr() else out.copy_(made.view(out.shape))
+    if call.inplace_backward and out.data_ptr() != logits.data_ptr():
+        return logits.copy_(out.view(logits.shape))
+    return logits if call.inplace_backward else out
+
+
+def _is_scattered(vocab: int, *tensors: tuple[Tensor | None, int, int, int]) -> bool:
+    """Whether a row does not start, or end, at a multiple of 16 elements."""
+    return vocab % 16 != 0 or any(
+        n % 16 for x, _, outer, step in tensors if x is not None for n in (outer, step, x.data_ptr())
+    )
 
 
 def _kind(call: DivergenceCall) -> dict[str, bool]:

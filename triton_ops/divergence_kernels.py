@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops.logprob_kernels import LN2, LOG2E, finite_or_zero, load_block, shift_from
+from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, load_block, shift_from
 from rlkernel.triton_ops.rms_norm_kernels import start_of
 
 SMALLEST = tl.constexpr(2.0**-126)
@@ -48,7 +48,7 @@ def exp_less_one(x, e):
 
 @triton.jit
 def ahead_of_mixture(ahead, beta):
-    """``log p - log m`` and ``log q - log m`` with ``m = (1 - beta) p + beta q`` and ``ahead = log q - log p``.
+    """``log p - log m`` and ``log q - log m``, with ``m = (1 - beta) p + beta q``, of ``log q - log p``.
 
     The larger of p and q is taken out of m: what is left is 1 where they are equal, and no difference of two
     large logarithms is taken.
@@ -80,10 +80,11 @@ def divergence_forward_kernel(
     y, y_inner: tl.int64, y_outer: tl.int64, y_step: tl.int64,
     mask, V, temperature: tl.float64, beta: tl.float64,
     divergence, entropy, row_max, sum_exp, teacher_max, teacher_sum_exp, student_part,
-    FORWARD: tl.constexpr, REVERSE: tl.constexpr, SCATTERED: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    FORWARD: tl.constexpr, REVERSE: tl.constexpr, SCATTERED: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if mask is not None:
+    if mask is not None:  # noqa: SIM102  (there is nothing to load where it is None)
         if tl.load(mask + row) == 0:  # nothing of the row is read
             zero = tl.zeros((), tl.float32)
             tl.store(divergence + row, zero)
@@ -222,8 +223,12 @@ def divergence_backward_kernel(
     for start in range(begin, end, BLOCK):
         columns = start + offsets
         there = columns < end
-        a = tl.load(x + columns, mask=there, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-        b = tl.load(y + columns, mask=there, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
+        a = tl.load(x + columns, mask=there, other=float("-inf"), eviction_policy="evict_first").to(
+            tl.float32
+        )
+        b = tl.load(y + columns, mask=there, other=float("-inf"), eviction_policy="evict_first").to(
+            tl.float32
+        )
         p, q, ahead = pair_of(a, b, m, teacher_m, c, inverse_sum, inverse_teacher_sum, inverse_t, apart)
         if FORWARD:
             d = p - q

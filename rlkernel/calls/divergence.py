@@ -21,7 +21,7 @@ class DivergenceCall(NamedTuple):
     logits: Tensor  # [..., V]
     teacher_logits: Tensor  # as logits, of any dtype but that both or neither are fp64
     mask: Tensor | None  # [...] bool, dense
-    beta: float  # 0: KL(q || p), 1: KL(p || q), between: Jensen and Shannon's, of p and q of the student and the teacher
+    beta: float  # with p of the student and q of the teacher, 0: KL(q || p), 1: KL(p || q), else in between
     temperature: float
     return_entropy: bool
     inplace_backward: bool = False  # the gradient may be written over the logits

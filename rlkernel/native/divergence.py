@@ -32,7 +32,7 @@ def backward(call: DivergenceCall, results: DivergenceResults, grad: Tensor) -> 
     del statistics["divergence"], statistics["entropy"]
     into = rows_of(out)
     kernels(out.device).divergence_backward(**_pair(call), grad=grad, **statistics, out=into)
-    return out if into.data_ptr() == out.data_ptr() else out.copy_(into)
+    return out if into.data_ptr() == out.data_ptr() else out.copy_(into.view(out.shape))
 
 
 def _pair(call: DivergenceCall) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def divergence(
     _validate.without_gradient("teacher_logits", teacher_logits)
     if (logits.dtype == torch.float64) != (teacher_logits.dtype == torch.float64):
         want, got = _validate.name(logits.dtype), _validate.name(teacher_logits.dtype)
-        raise ValueError(f"teacher_logits must be float64 with logits of float64 alone, got {got} beside {want}")
+        raise ValueError(f"teacher_logits must be float64 beside float64 alone, got {got} beside {want}")
     beta = _validate.fraction("beta", beta)
     temperature = _validate.one_temperature(temperature, logits.dtype)
     if inplace_backward and any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True)):
@@ -87,10 +87,9 @@ def divergence(
         raise ValueError(f"logits must not be expanded with inplace_backward=True, got strides {strides}")
     kept = _validate.mask(mask, "the rows of logits", logits[..., 0])
     kept = None if kept is None else kept.contiguous()
-    rows = (_validate.rows(x, x.dtype) for x in (logits, teacher_logits))
-    return DivergenceOutput(
-        *op(DivergenceCall(*rows, kept, beta, temperature, return_entropy, inplace_backward))
-    )
+    logits, teacher_logits = (_validate.rows(x, x.dtype) for x in (logits, teacher_logits))
+    options = beta, temperature, return_entropy, inplace_backward
+    return DivergenceOutput(*op(DivergenceCall(logits, teacher_logits, kept, *options)))
 
 
 def _forward(impl: ModuleType, call: DivergenceCall) -> DivergenceResults:
@@ -125,7 +124,8 @@ op = Op(
     gradients=("logits",),
     differentiable=("divergence",),
     saves=(
-        "logits", "teacher_logits", "mask", "row_max", "sum_exp", "teacher_max", "teacher_sum_exp", "student_part",
+        "logits", "teacher_logits", "mask", "row_max", "sum_exp", "teacher_max", "teacher_sum_exp",
+        "student_part",
     ),
     overwrites="logits",
     in_node={"inplace_backward": False},
