@@ -74,8 +74,10 @@ def _kind(call: DivergenceCall) -> dict[str, bool]:
 def _plan(call: DivergenceCall) -> tuple[int, int, int]:
     """``(lanes, vec, warps)``: a lane takes one load of 16 bytes a block of the wider of the two rows.
 
-    They follow from V and the dtypes alone, and so do the bits; warps are free to differ.
+    A thread has two lanes, and one where a mixture wants more registers.  They follow from V, the dtypes and
+    the kind alone, and so do the bits.
     """
     vec = 16 // max(call.logits.dtype.itemsize, call.teacher_logits.dtype.itemsize)
-    lanes = max(32, min(512, next_power_of_2(cdiv(call.logits.shape[-1], vec))))
-    return lanes, vec, max(1, lanes // (64 if torch.version.hip is None else 128))
+    each = 2 if call.beta in (0, 1) else 1
+    lanes = max(32, min(256 * each, next_power_of_2(cdiv(call.logits.shape[-1], vec))))
+    return lanes, vec, max(1, lanes // (each * (32 if torch.version.hip is None else 64)))
