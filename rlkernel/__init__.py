@@ -25,6 +25,7 @@ from rlkernel._frameworks import (
 )
 from rlkernel._version import __version__
 from rlkernel._warm_up import warm_up
+from rlkernel.calls.divergence import DivergenceOutput
 from rlkernel.calls.gae import GaeOutput
 from rlkernel.calls.linear_logprob import LinearLogprobStatistics
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossOutput
@@ -42,6 +43,7 @@ from rlkernel.calls.sampling import SampleOutput, VerifyOutput
 from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossOutput
 from rlkernel.dispatch import use_backend
 from rlkernel.ops.attention import attention
+from rlkernel.ops.divergence import divergence
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
@@ -100,6 +102,7 @@ if TYPE_CHECKING:  # see __getattr__
     from rlkernel.consistency.mode import batch_invariant as batch_invariant
 
 __all__ = [
+    "DivergenceOutput",
     "Dry",
     "GaeOutput",
     "LinearLogprobStatistics",
@@ -126,6 +129,7 @@ __all__ = [
     "__version__",
     "attention",
     "debug",
+    "divergence",
     "entropy_from_logits",
     "explain",
     "gae",

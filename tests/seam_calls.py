@@ -129,6 +129,16 @@ def _logprobs():
         backward(rlkernel.linear_logprob(hidden, head, targets, bias=bias, **options))
 
 
+def _divergences():
+    for beta in (0.0, 0.5):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            logits, teacher = torch.randn(2, 3, 10, dtype=dtype)
+            out = rlkernel.divergence(
+                logits.requires_grad_(), teacher, beta=beta, mask=torch.tensor([1, 0, 1]), return_entropy=True
+            )
+            out.divergence.sum().backward()
+
+
 def _samples():
     noise, _ = _tokens(3, 70)
     each = {"seeds": torch.arange(3), "positions": torch.arange(3), "temperature": torch.full((3,), 0.5)}
@@ -208,7 +218,14 @@ def _turned():
 
 
 ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes, _norms, _elements, _turned)
-CALLS = (_benchmarks, *ONE_OF_EACH, _products, _pages, _composed)  # those of kernels that are a CPU's alone
+CALLS = (
+    _benchmarks,
+    *ONE_OF_EACH,
+    _divergences,
+    _products,
+    _pages,
+    _composed,
+)  # those of kernels that are a CPU's alone
 
 # (kernel, field, what is wrong) that is another right call: of a sequence, a group or a token less
 ALLOWED = {

@@ -1,4 +1,5 @@
-"""DeepSpeed's generalised JSD a few rows at a time: its own formula, without its tensors of ``[B, L, V]``."""
+"""DeepSpeed's generalised JSD by ``divergence``, or by its own formula a few rows at a time: without its
+tensors of ``[B, L, V]``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from rlkernel.integrations._counted_patch import CountedPatch
+from rlkernel.integrations._replacing import NARROW, finite, unsuitable
 from rlkernel.integrations.deepspeed.contract import JSD
+from rlkernel.ops.divergence import divergence
 from rlkernel.runtime import workspace
 from rlkernel.runtime.modes import once_differentiable
 
@@ -40,13 +43,28 @@ def chunked_jsd(original: Callable[..., Any], patch: CountedPatch) -> Callable[.
         none = original(student_logits[:, :0], teacher_logits[:, :0], response_mask[:, :0], **options)
         weights = response_mask.to(none.loss_sum.dtype)
         patch.count(patch.calls, JSD)
-        formula = functools.partial(_rows_sum, original, options)
-        loss_sum = _ByRows.apply(student_logits, teacher_logits, weights, formula)
+        if _is_plain(student_logits, teacher_logits, beta, temperature, (teacher_top_k, pointwise_clip)):
+            of_rows = divergence(
+                student_logits, teacher_logits, beta=beta, temperature=temperature, mask=response_mask != 0
+            ).divergence
+            loss_sum = (of_rows * response_mask).sum().to(weights.dtype)
+        else:
+            formula = functools.partial(_rows_sum, original, options)
+            loss_sum = _ByRows.apply(student_logits, teacher_logits, weights, formula)
         count = response_mask.to(none.loss_sum.dtype).sum().to(torch.long)
         return type(none)(loss=loss_sum / count.clamp_min(1), loss_sum=loss_sum, valid_token_count=count)
 
     generalized_jsd_loss.__module__, generalized_jsd_loss.__qualname__ = "rlkernel", JSD
     return generalized_jsd_loss
+
+
+def _is_plain(student: Tensor, teacher: Tensor, beta: Any, temperature: Any, cut: tuple[Any, Any]) -> bool:
+    """Whether whole rows count, of a student alone that learns, in dtypes that ``divergence`` takes.
+
+    Of fp64 DeepSpeed's formula is as exact."""
+    if cut != (None, None) or teacher.requires_grad or not (finite(beta) and finite(temperature)):
+        return False
+    return not unsuitable(NARROW, student_logits=student, teacher_logits=teacher) and student.shape[-1] > 0
 
 
 def _rows_sum(

@@ -26,6 +26,7 @@ EXTRACT = "extract_logprobs"  # of vLLM's outputs
 GENERATE = "_generate_and_score_completions"
 BEGIN, TRAIN = "__init__", "train"  # of the class that all trainers inherit
 UNWRAP = "unwrap_model_for_generation"
+GKD, JSD = "trl.experimental.gkd.gkd_trainer", "generalized_jsd_loss"  # since TRL 1.9 as in PARAMETERS
 ENGINE, SYNC = "_init_vllm", "sync_weights"  # of what talks to vLLM
 PARAMETERS = {
     HEAD: (
@@ -51,6 +52,10 @@ PARAMETERS = {
     UNWRAP: (
         "model", "accelerator", "gather_deepspeed3_params=True", "generation_kwargs=None",
         "gradient_checkpointing_kwargs=None",
+    ),
+    JSD: (
+        "student_logits", "teacher_logits", "labels=None", "beta=0.5", "temperature=1.0",
+        "reduction='batchmean'", "num_items_in_batch=None",
     ),
     ENGINE: ("self",),
     SYNC: ("self",),

@@ -9,6 +9,7 @@ from rlkernel.integrations import hf
 from rlkernel.integrations._logit_helpers import HELPERS, helper
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.trl import contract, logits_head
+from rlkernel.integrations.trl.distillation import Distillation
 from rlkernel.integrations.trl.head import Head
 from rlkernel.integrations.trl.invariant import Invariant, placed
 from rlkernel.integrations.trl.passes import packed_method
@@ -93,6 +94,8 @@ def patch(
         result.support = Support(result, support)
         result.support.plan()
     _plan_method(result, contract.is_fused())
+    result.distillation = Distillation(result)
+    result.distillation.plan()
     return result.apply()
 
 

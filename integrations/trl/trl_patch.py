@@ -8,6 +8,7 @@ from typing_extensions import Self
 
 import rlkernel
 from rlkernel.integrations._counted_patch import CountedPatch
+from rlkernel.integrations.trl.distillation import Distillation
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
 from rlkernel.integrations.trl.rollouts import Rollouts
 from rlkernel.integrations.trl.support import Support
@@ -26,6 +27,7 @@ class TrlPatch(CountedPatch):
         """What ``prefix_sharing`` did: ``patch.prefix.tokens``, ``patch.prefix.ratio``."""
         self.rollouts: Rollouts | None = None
         self.support: Support | None = None
+        self.distillation: Distillation | None = None
 
     @property
     def vllm(self) -> VllmPatch | None:
@@ -47,11 +49,15 @@ class TrlPatch(CountedPatch):
                 if self.batch_invariant:  # what the mode cannot serve outside of trainers' passes is torch's
                     mode.enter_context(rlkernel.batch_invariant(strict=False))
                 super().apply()
+                if self.distillation is not None:
+                    self.distillation.begin()
                 self._mode = mode.pop_all()
         return self
 
     def undo(self) -> None:
         super().undo()
+        if self.distillation is not None:
+            self.distillation.end()
         self._mode.close()
         if self.rollouts is not None:
             self.rollouts.undo()

@@ -20,7 +20,12 @@ SHOWN = {  # a column: the backends that fill it, and what they do where there i
     "Triton": (("triton",), "interpreted, compiled"),
     "FlashInfer, AITER": (LIBRARIES, "not run"),
 }
-CPU_ONLY = ("attention", "matmul", "paged_prefix_attention")  # ops whose compiled kernels are a CPU's alone
+CPU_ONLY = (
+    "attention",
+    "divergence",
+    "matmul",
+    "paged_prefix_attention",
+)  # ops whose compiled kernels are a CPU's alone
 COLUMNS = ("op", *SHOWN)
 LEGEND = (
     "run: its tests run on this backend, on a CPU",

@@ -105,10 +105,17 @@ def temperature(
     return value.detach().to(device=device, dtype=wide).expand(shape).contiguous()
 
 
-def _temperature(argument: str, value: float, dtype: torch.dtype) -> float:
+def one_temperature(value: float, dtype: torch.dtype) -> float:
+    """As ``temperature``, of all rows."""
+    return _temperature("temperature", value, torch.promote_types(dtype, torch.float32), "a number")
+
+
+def _temperature(
+    argument: str, value: float, dtype: torch.dtype, known: str = "a number or a tensor"
+) -> float:
     """``value`` rounded to ``dtype``, in which 1 / value must be finite too: a normal number."""
     if not _scalars.is_number(value):
-        raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
+        raise ValueError(f"{argument} must be {known}, got {type(value).__name__}")
     rounded = _scalars.rounded(value, dtype)
     low, high = torch.finfo(dtype).tiny, torch.finfo(dtype).max
     if not low <= rounded <= high:

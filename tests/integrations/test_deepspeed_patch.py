@@ -198,6 +198,31 @@ def test_distillation(case, dtype, monkeypatch):
     assert all(map(torch.equal, run(), stock))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_distillation_of_a_student_alone(beta, dtype):
+    """By ``divergence`` but for fp64, with weights that are no mask; against DeepSpeed's formula in fp64."""
+    g = torch.Generator().manual_seed(2)
+    student, teacher = ((torch.randn(2, 9, 41, generator=g) * 2).to(dtype) for _ in range(2))
+    weights = torch.rand(2, 9, generator=g).mul(3).floor() / 2
+
+    def run(student, teacher, weights):
+        leaf = student.clone().requires_grad_()
+        out = opsd.generalized_jsd_loss(leaf, teacher, weights, beta=beta, temperature=0.8)
+        (out.loss * 2 + out.loss_sum).backward()
+        return [out.loss.detach(), out.loss_sum.detach(), out.valid_token_count, leaf.grad]
+
+    want, stock = run(student.double(), teacher.double(), weights.double()), run(student, teacher, weights)
+    with rlkernel.patch_deepspeed():
+        found = run(student, teacher, weights)
+        dirty = student.masked_fill(weights[..., None] == 0, torch.nan)
+        assert all(map(torch.equal, run(dirty, teacher, weights), found))
+    for ours, theirs, exact in zip(found, stock, want, strict=True):
+        assert ours.dtype == theirs.dtype
+        lost = (theirs.double() - exact).abs().max()
+        assert (ours.double() - exact).abs().max() <= 2 * lost + torch.finfo(dtype).eps * exact.abs().max()
+
+
 def test_distillation_under_autocast(monkeypatch):
     """Both directions, which on a GPU decides what its softmax computes in."""
     seen, real = [], torch.nn.functional.log_softmax
@@ -207,7 +232,7 @@ def test_distillation_under_autocast(monkeypatch):
     student, teacher = torch.randn(2, 3, 11).requires_grad_(), torch.randn(2, 3, 11)
     with rlkernel.patch_deepspeed():
         with torch.autocast("cpu", torch.bfloat16):
-            loss = opsd.generalized_jsd_loss(student, teacher, torch.ones(2, 3)).loss
+            loss = opsd.generalized_jsd_loss(student, teacher, torch.ones(2, 3), teacher_top_k=5).loss
         forward = len(seen)
         loss.backward()
     assert all(seen) and len(seen) > forward
@@ -248,7 +273,7 @@ def test_distillation_holds_a_few_rows(monkeypatch):
             return out
 
     with rlkernel.patch_deepspeed(), Watch():
-        opsd.generalized_jsd_loss(student, teacher, torch.ones(2, 16)).loss.backward()
+        opsd.generalized_jsd_loss(student, teacher, torch.ones(2, 16), pointwise_clip=1.0).loss.backward()
     assert 0 < largest[0] <= 2
 
 

@@ -2,6 +2,7 @@
 // for those of a CPU alone.
 #pragma once
 #include "rlkernel/attention/bind.h"
+#include "rlkernel/divergence/bind.h"
 #include "rlkernel/gae/bind.h"
 #include "rlkernel/group_advantages/bind.h"
 #include "rlkernel/kl_shaped_rewards/bind.h"
@@ -52,6 +53,8 @@
 // Those of a CPU alone.
 #define RLKERNEL_CPU_KERNELS(KERNEL) \
   KERNEL(attention_backward) \
+  KERNEL(divergence_forward) \
+  KERNEL(divergence_backward) \
   KERNEL(matmul) \
   KERNEL(paged_prefix_attention) \
   KERNEL(rms_norm_in_order) \

@@ -1,0 +1,268 @@
+// The divergence of rows of logits from a teacher's, and its gradient: see arguments.h. A row belongs to one thread.
+//
+// Floor: both rows read, and a third written by backward. Each pass but the first finds them in the cache.
+#define RLKERNEL_FUSED
+#include "rlkernel/divergence/arguments.h"
+
+#include <cmath>
+#include <limits>
+
+#include "vectors.h"
+
+namespace rlkernel::cpu::RLKERNEL_ISA {
+namespace {
+
+constexpr int kLanes = 32, kSums = kLanes / kWidth;
+constexpr int64_t kBlock = 2048;  // elements that are summed in fp32: 64 in each lane
+constexpr float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
+
+enum class Kind { forward, reverse, mixed };
+
+Kind kind_of(double beta) { return beta == 0 ? Kind::forward : beta == 1 ? Kind::reverse : Kind::mixed; }
+
+// x where it counts, else 0: a weight of 0 makes nothing of what may be infinite beside it.
+Floats counted(Floats weight, Floats x) { return where(above(weight, Floats{}), weight * x); }
+
+template <class T>
+Floats behind_it(const T* x, int64_t i, int count) {
+  return count == kWidth ? load(x + i) : fill_tail(load_part(x + i, count), count, -kInf);
+}
+
+// NaN is passed over: its exponential says so.
+template <class T>
+float largest_of(const T* x, int64_t length) {
+  Floats peaks[kSums];
+  for (Floats& peak : peaks) peak = broadcast(-kInf);
+  int sum = 0;
+  each_vector(length, [&](int64_t i, int count) {
+    peaks[sum] = max(behind_it(x, i, count), peaks[sum]);
+    sum = (sum + 1) % kSums;
+  });
+  for (sum = 1; sum < kSums; ++sum) peaks[0] = max(peaks[0], peaks[sum]);
+  return largest(peaks[0]);
+}
+
+// kCount sums over a row. `add(sums, i, count)` adds the elements of a vector, each to its own lane of each sum.
+template <int kCount, class Add>
+void sum_row(int64_t length, double (&totals)[kCount], Add add) {
+  double lanes[kCount][kLanes] = {};
+  for (int64_t begin = 0; begin < length; begin += kBlock) {
+    const int64_t end = begin + kBlock < length ? begin + kBlock : length;
+    Floats narrow[kSums][kCount] = {};
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes)
+      for (int sum = 0; sum < kSums; ++sum) add(narrow[sum], i + sum * kWidth, kWidth);
+    int sum = 0;
+    for (; i + kWidth <= end; i += kWidth) add(narrow[sum++], i, kWidth);
+    if (i < end) add(narrow[sum], i, static_cast<int>(end - i));
+    for (int k = 0; k < kCount; ++k)
+      for (int lane = 0; lane < kLanes; ++lane) lanes[k][lane] += narrow[lane / kWidth][k][lane % kWidth];
+  }
+  for (int k = 0; k < kCount; ++k) {
+    for (int half = kLanes / 2; half > 0; half /= 2)
+      for (int lane = 0; lane < half; ++lane) lanes[k][lane] += lanes[k][lane + half];
+    totals[k] = lanes[k][0];
+  }
+}
+
+// A row of each whose softmax is known: p = exp((x - peak) / T) / sum.
+template <class S, class T>
+struct Known {
+  const S* x;
+  const T* y;
+  Floats peak, teacher_peak, inverse_t, apart, inverse_sum, inverse_teacher_sum;
+  ScaledExp exp;
+
+  Known(const DivergenceRows& pair, int64_t r, float peak, float teacher_peak, double sum, double teacher_sum)
+      : x(row_at<const S>(pair.student, r)), y(row_at<const T>(pair.teacher, r)), peak(broadcast(peak)),
+        teacher_peak(broadcast(teacher_peak)), inverse_t(broadcast(static_cast<float>(1 / pair.temperature))),
+        apart(broadcast(static_cast<float>(std::log(sum) - std::log(teacher_sum)))),
+        inverse_sum(broadcast(static_cast<float>(1 / sum))),
+        inverse_teacher_sum(broadcast(static_cast<float>(1 / teacher_sum))), exp(pair.temperature) {}
+
+  struct Value {
+    Floats p, q, ahead;  // ahead = log q - log p, with the digits of a small one
+  };
+
+  Value at(int64_t i, int count) const {
+    const Floats d = behind_it(x, i, count) - peak, other = behind_it(y, i, count) - teacher_peak;
+    return {exp(exp.cut(d)) * inverse_sum, exp(exp.cut(other)) * inverse_teacher_sum, fma(other - d, inverse_t, apart)};
+  }
+};
+
+// exp(x) - 1 for x <= 0 with the digits of a small one: its series below 0.35, where 1 takes some away. `e` is exp(x).
+inline Floats exp_less_one(Floats x, Floats e) {
+  Floats series = broadcast(1.0f / 5040);
+  series = fma(series, x, broadcast(1.0f / 720));
+  series = fma(series, x, broadcast(1.0f / 120));
+  series = fma(series, x, broadcast(1.0f / 24));
+  series = fma(series, x, broadcast(1.0f / 6));
+  series = fma(series, x, broadcast(0.5f));
+  return x > -0.35f ? fma(x * x, series, x) : e - 1.0f;
+}
+
+// How far p and q are ahead of m = (1 - beta) p + beta q, by logarithms. The larger of p and q is taken out of m: what is left is
+// 1 where they are equal, and no difference of two large logarithms is taken.
+struct Mixture {
+  Floats beta;
+  ScaledExp exp;
+
+  explicit Mixture(double beta) : beta(broadcast(static_cast<float>(beta))), exp(1) {}
+
+  struct Ahead {
+    Floats student, teacher;
+  };
+
+  Ahead of(Floats ahead) const {
+    const Floats behind = -abs(ahead);
+    const Floats share = ahead > 0 ? 1.0f - beta : beta, larger = ahead > 0 ? beta : 1.0f - beta;
+    const Floats e = exp(exp.cut(behind)), less = share * exp_less_one(behind, e), sum = 1.0f + less;
+    const Floats rest = max(fma(share, e, larger), broadcast(std::numeric_limits<float>::min()));
+    // near 1 what 1 + less has lost is found again; far from it `less` has lost the larger one's share
+    const Floats lost = less > -0.5f ? (less - (sum - 1.0f)) / sum : broadcast(0.0f);
+    const Floats near = -(log(less > -0.5f ? sum : rest) + lost), far = behind + near;
+    return {ahead > 0 ? far : near, ahead > 0 ? near : far};
+  }
+};
+
+template <class S, class T, Kind kKind, bool kEntropy>
+void forward_row(const DivergenceForward& f, int64_t r) {
+  const DivergenceRows& pair = f.pair;
+  const S* x = row_at<const S>(pair.student, r);
+  const T* y = row_at<const T>(pair.teacher, r);
+  const double t = pair.temperature, beta = pair.beta;
+  const float peak = largest_of(x, pair.vocab), teacher_peak = largest_of(y, pair.vocab);
+  const ScaledExp exp(t);
+  const Floats top = broadcast(peak), teacher_top = broadcast(teacher_peak);
+  // sums of exp, that of the student's exp times its difference to the maximum, and that of the gaps
+  enum { kStudent, kTeacher, kOwn, kGap, kAll };
+  double sums[kAll];
+  sum_row<kAll>(pair.vocab, sums, [&](Floats (&sum)[kAll], int64_t i, int count) {
+    const Floats d = behind_it(x, i, count) - top, other = behind_it(y, i, count) - teacher_top;
+    const Floats e = exp(exp.cut(d)), of_other = exp(exp.cut(other));
+    sum[kStudent] += e;
+    sum[kTeacher] += of_other;
+    if constexpr (kEntropy) sum[kOwn] += counted(e, d);
+    if constexpr (kKind == Kind::forward) sum[kGap] += counted(of_other, other - d);
+    if constexpr (kKind == Kind::reverse) sum[kGap] += counted(e, d - other);
+  });
+  const double log_sum = std::log(sums[kStudent]), teacher_log_sum = std::log(sums[kTeacher]);
+  f.row_max[r] = peak;
+  f.sum_exp[r] = static_cast<float>(sums[kStudent]);
+  f.teacher_max[r] = teacher_peak;
+  f.teacher_sum_exp[r] = static_cast<float>(sums[kTeacher]);
+  if constexpr (kEntropy) f.entropy[r] = static_cast<float>(log_sum - sums[kOwn] / t / sums[kStudent]);
+  if constexpr (kKind == Kind::forward) {
+    f.divergence[r] = static_cast<float>(sums[kGap] / t / sums[kTeacher] + (log_sum - teacher_log_sum));
+  } else if constexpr (kKind == Kind::reverse) {
+    f.divergence[r] = f.student_part[r] = static_cast<float>(sums[kGap] / t / sums[kStudent] + (teacher_log_sum - log_sum));
+  } else {
+    const Known<S, T> known(pair, r, peak, teacher_peak, sums[kStudent], sums[kTeacher]);
+    const Mixture mixture(beta);
+    double parts[2];
+    sum_row<2>(pair.vocab, parts, [&](Floats (&sum)[2], int64_t i, int count) {
+      const auto [p, q, ahead] = known.at(i, count);
+      const auto of = mixture.of(ahead);
+      sum[0] += counted(p, of.student);
+      sum[1] += counted(q, of.teacher);
+    });
+    const double nan = sums[kStudent] * 0 + sums[kTeacher] * 0;  // which counted() passes over
+    f.student_part[r] = static_cast<float>(parts[0] + nan);
+    f.divergence[r] = static_cast<float>((1 - beta) * parts[0] + beta * parts[1] + nan);
+  }
+}
+
+template <class S>
+void fill(S* out, int64_t length, float value) {
+  each_vector(length, [&](int64_t i, int count) { store(out + i, broadcast(value), count); });
+}
+
+template <class S, class T, Kind kKind>
+void backward_row(const DivergenceBackward& b, int64_t r) {
+  const DivergenceRows& pair = b.pair;
+  S* out = row_at<S>(b.out, r);
+  const float part = kKind == Kind::forward ? 0 : b.student_part[r];
+  if (!(b.sum_exp[r] > 0 && b.teacher_sum_exp[r] > 0 && std::fabs(part) < kInf))
+    return fill(out, pair.vocab, kNan);
+  const Known<S, T> known(pair, r, b.row_max[r], b.teacher_max[r], b.sum_exp[r], b.teacher_sum_exp[r]);
+  const Mixture mixture(pair.beta);
+  const double weight = kKind == Kind::mixed ? 1 - pair.beta : 1;
+  const Floats scale = broadcast(static_cast<float>(b.grad[r] * weight / pair.temperature)), beside = broadcast(part);
+  each_vector(pair.vocab, [&](int64_t i, int count) {
+    const auto [p, q, ahead] = known.at(i, count);
+    Floats d;
+    if constexpr (kKind == Kind::forward) d = p - q;
+    if constexpr (kKind == Kind::reverse) d = counted(p, -ahead - beside);
+    if constexpr (kKind == Kind::mixed) d = counted(p, mixture.of(ahead).student - beside);
+    store(out + i, d * scale, count);
+  });
+}
+
+bool counts(const DivergenceRows& pair, int64_t r) { return pair.mask == nullptr || pair.mask[r] != 0; }
+
+void forget_row(const DivergenceForward& f, int64_t r) {
+  for (float* x : {f.divergence, f.entropy, f.row_max, f.sum_exp, f.teacher_max, f.teacher_sum_exp, f.student_part})
+    if (x != nullptr) x[r] = 0;
+}
+
+// Calls body(r) for all rows. Dealt out in turn: rows that do not count cost nothing, and come in runs.
+template <class Body>
+void each_row(const DivergenceRows& pair, Body body) {
+#pragma omp parallel if (pair.rows > 1 && pair.rows * pair.vocab >= kParallel)
+  {
+    const FlushDenormals scope(FlushDenormals::operands);
+#pragma omp for schedule(static, 1)
+    for (int64_t r = 0; r < pair.rows; ++r) body(r);
+  }
+}
+
+// Calls body with a constant of the kind.
+template <class Body>
+auto with_kind(Kind kind, Body body) {
+  using std::integral_constant;
+  switch (kind) {
+    case Kind::forward: return body(integral_constant<Kind, Kind::forward>{});
+    case Kind::reverse: return body(integral_constant<Kind, Kind::reverse>{});
+    case Kind::mixed: return body(integral_constant<Kind, Kind::mixed>{});
+  }
+}
+
+template <class S, class T>
+void forward(const DivergenceForward& f) {
+  with_kind(kind_of(f.pair.beta), [&](auto kind) {
+    constexpr Kind kKind = decltype(kind)::value;
+    const auto row = f.entropy == nullptr ? forward_row<S, T, kKind, false> : forward_row<S, T, kKind, true>;
+    each_row(f.pair, [&](int64_t r) { counts(f.pair, r) ? row(f, r) : forget_row(f, r); });
+  });
+}
+
+template <class S, class T>
+void backward(const DivergenceBackward& b) {
+  with_kind(kind_of(b.pair.beta), [&](auto kind) {
+    constexpr Kind kKind = decltype(kind)::value;
+    each_row(b.pair, [&](int64_t r) {
+      if (counts(b.pair, r) && b.grad[r] != 0) backward_row<S, T, kKind>(b, r);
+      else fill(row_at<S>(b.out, r), b.pair.vocab, 0);
+    });
+  });
+}
+
+// Calls body with values of the types of the student and of the teacher.
+template <class Body>
+void with_types(const DivergenceRows& pair, Body body) {
+  with_type(pair.student_dtype, [&](auto s) { with_type(pair.teacher_dtype, [&](auto t) { body(s, t); }); });
+}
+
+}  // namespace
+
+int divergence_forward(const DivergenceForward& f) {
+  with_types(f.pair, [&](auto s, auto t) { forward<decltype(s), decltype(t)>(f); });
+  return 0;
+}
+
+int divergence_backward(const DivergenceBackward& b) {
+  with_types(b.pair, [&](auto s, auto t) { backward<decltype(s), decltype(t)>(b); });
+  return 0;
+}
+
+}  // namespace rlkernel::cpu::RLKERNEL_ISA

@@ -1,0 +1,103 @@
+"""The loss of TRL's ``GKDTrainer`` by ``divergence``, without TRL's tensors of the logits' size.
+
+Its module is experimental, and takes seconds to import: it is waited for.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from rlkernel.integrations._arrivals import Arrivals
+from rlkernel.integrations._counted_patch import CountedPatch
+from rlkernel.integrations._patch import PatchError
+from rlkernel.integrations._replacing import (
+    NARROW,
+    Arguments,
+    finite,
+    fraction,
+    misplaced,
+    replacement,
+    unfit_temperature,
+    unsuitable,
+)
+from rlkernel.integrations.trl import contract
+from rlkernel.ops.divergence import divergence
+
+IGNORED = -100
+REDUCTIONS = ("batchmean", "sum", "mean")
+
+
+class Distillation:
+    """The part of a ``TrlPatch`` that replaces a trainer's loss when its module is there."""
+
+    def __init__(self, patch: CountedPatch) -> None:
+        self.patch = patch
+        self._arrivals = Arrivals({contract.GKD}, lambda name: self._arrived())
+
+    def plan(self) -> None:
+        """Of a version whose loss is another one, nothing is replaced."""
+        if contract.GKD in sys.modules:
+            self._plan()
+
+    def begin(self) -> None:
+        if contract.GKD not in sys.modules:
+            self._arrivals.begin()
+
+    def end(self) -> None:
+        self._arrivals.end()
+
+    def _arrived(self) -> None:
+        planned = len(self.patch._plan)
+        self._plan()
+        self.patch._place(self.patch._plan[planned:], [])
+
+    def _plan(self) -> None:
+        trainer = sys.modules[contract.GKD].GKDTrainer
+        try:
+            original = contract.checked(trainer, contract.JSD)
+        except PatchError as error:
+            self.patch.left(contract.JSD, str(error))
+            return
+        new = replacement(self.patch, original.__func__, "divergence", _unable, _loss)
+        self.patch.replace(trainer, contract.JSD, staticmethod(new), expected=original)
+
+
+def _unable(given: Arguments) -> str | None:
+    student, teacher, labels = (given[name] for name in ("student_logits", "teacher_logits", "labels"))
+    if reason := unsuitable(NARROW, student_logits=student, teacher_logits=teacher):
+        return reason
+    if student.dim() < 2 or student.shape != teacher.shape or not student.shape[-1]:
+        return "student_logits and teacher_logits are not [..., V] of one shape"
+    if teacher.requires_grad:
+        return "teacher_logits requires a gradient"
+    if labels is not None:
+        if reason := misplaced(labels=labels):
+            return reason
+        if labels.shape != student.shape[:-1] or len({x.device for x in (student, teacher, labels)}) > 1:
+            return "labels have not the shape and the device of the rows of the logits"
+    if not fraction(given["beta"]):
+        return "beta is no number in [0, 1]"
+    if given["num_items_in_batch"] is None and given["reduction"] not in REDUCTIONS:
+        return f"reduction is {given['reduction']!r}"
+    items = given["num_items_in_batch"]
+    if not (items is None or isinstance(items, Tensor) or finite(items)):
+        return "num_items_in_batch is no number"
+    return unfit_temperature(given["temperature"])
+
+
+def _loss(given: Arguments) -> Any:
+    logits, labels, items = given["student_logits"], given["labels"], given["num_items_in_batch"]
+    mask = None if labels is None else labels != IGNORED
+    options = {name: given[name] for name in ("beta", "temperature")}
+    rows = divergence(logits, given["teacher_logits"], mask=mask, **options).divergence
+    total = rows.sum()
+    if items is not None:
+        return total / (items.to(total.device) if isinstance(items, Tensor) else items)
+    if given["reduction"] == "sum":
+        return total
+    if given["reduction"] == "mean":  # over the vocabulary too
+        return total / ((rows.numel() if mask is None else mask.sum()) * logits.shape[-1])
+    return total / (max(len(rows), 1) if mask is None else mask.sum().clamp_min(1))

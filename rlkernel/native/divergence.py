@@ -1,0 +1,45 @@
+"""``divergence`` over the compiled extension's kernels for CPUs."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.calls.divergence import DivergenceCall, DivergenceResults
+from rlkernel.native import kernels, tensor_reasons
+from rlkernel.native._rows import dense_like, rows_of
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    logits, teacher_logits = tensors
+    reasons = tensor_reasons("logits", logits) or tensor_reasons("teacher_logits", teacher_logits)
+    return reasons or ([] if logits.device.type == "cpu" else ["the kernel is one for CPUs"])
+
+
+def forward(call: DivergenceCall) -> DivergenceResults:
+    logits = call.logits
+    row = functools.partial(torch.empty, logits.shape[:-1], dtype=torch.float32, device=logits.device)
+    entropy = row() if call.return_entropy else None
+    results = DivergenceResults(row(), entropy, row(), row(), row(), row(), row() if call.beta else None)
+    kernels(logits.device).divergence_forward(**_pair(call), **results._asdict())
+    return results
+
+
+def backward(call: DivergenceCall, results: DivergenceResults, grad: Tensor) -> Tensor:
+    out = call.logits if call.inplace_backward else dense_like(call.logits)
+    statistics = results._asdict()
+    del statistics["divergence"], statistics["entropy"]
+    into = rows_of(out)
+    kernels(out.device).divergence_backward(**_pair(call), grad=grad, **statistics, out=into)
+    return out if into.data_ptr() == out.data_ptr() else out.copy_(into.view(out.shape))
+
+
+def _pair(call: DivergenceCall) -> dict[str, Any]:
+    return {
+        "logits": rows_of(call.logits),
+        "teacher_logits": rows_of(call.teacher_logits),
+        "mask": call.mask,
+        "beta": call.beta,
+        "temperature": call.temperature,
+    }

@@ -1,0 +1,83 @@
+"""``divergence`` over Triton: one launch each way over both rows, which Jensen and Shannon's reads twice."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.calls.divergence import DivergenceCall, DivergenceResults
+from rlkernel.triton_ops import divergence_kernels as kernels
+from rlkernel.triton_ops._device import taking_logits
+from rlkernel.triton_ops._sizes import cdiv, next_power_of_2
+from rlkernel.triton_ops.rms_norm import rows_of
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    logits, teacher_logits = tensors
+    return taking_logits(logits) or taking_logits(teacher_logits)
+
+
+def forward(call: DivergenceCall) -> DivergenceResults:
+    logits, vocab = call.logits, call.logits.shape[-1]
+    row = functools.partial(torch.empty, logits.shape[:-1], dtype=torch.float32, device=logits.device)
+    entropy = row() if call.return_entropy else None
+    results = DivergenceResults(row(), entropy, row(), row(), row(), row(), row() if call.beta else None)
+    lanes, vec, warps = _plan(call)
+    if logits.numel():
+        x, y = rows_of(logits), rows_of(call.teacher_logits)
+        with torch.cuda.device_of(logits):
+            kernels.divergence_forward_kernel[(logits.numel() // vocab,)](
+                *x, *y, call.mask, vocab, call.temperature, call.beta, *results, **_kind(call),
+                SCATTERED=_is_scattered(vocab, x, y), LANES=lanes, VEC=vec, num_warps=warps,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+    return results
+
+
+def backward(call: DivergenceCall, results: DivergenceResults, grad: Tensor) -> Tensor:
+    logits, vocab = call.logits, call.logits.shape[-1]
+    x = rows_of(logits)
+    if call.inplace_backward:
+        assert x[0] is not None
+        out, into = x[0], x  # the logits, or a copy of them in rows
+    else:
+        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        into = rows_of(out)
+    lanes, vec, warps = _plan(call)
+    block = lanes * vec
+    span = min(4, cdiv(vocab, block)) * block
+    spans = cdiv(vocab, span)
+    if logits.numel():
+        with torch.cuda.device_of(logits):
+            kernels.divergence_backward_kernel[(logits.numel() // vocab * spans,)](
+                *x, *rows_of(call.teacher_logits), call.mask, vocab, call.temperature, call.beta, grad,
+                *results[2:], *into, spans, **_kind(call), SPAN=span, BLOCK=block, num_warps=warps,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+    if call.inplace_backward and out.data_ptr() != logits.data_ptr():
+        return logits.copy_(out.view(logits.shape))
+    return logits if call.inplace_backward else out
+
+
+def _is_scattered(vocab: int, *tensors: tuple[Tensor | None, int, int, int]) -> bool:
+    """Whether a row does not start, or end, at a multiple of 16 elements."""
+    return vocab % 16 != 0 or any(
+        n % 16 for x, _, outer, step in tensors if x is not None for n in (outer, step, x.data_ptr())
+    )
+
+
+def _kind(call: DivergenceCall) -> dict[str, bool]:
+    return {"FORWARD": call.beta == 0, "REVERSE": call.beta == 1}
+
+
+def _plan(call: DivergenceCall) -> tuple[int, int, int]:
+    """``(lanes, vec, warps)``: a lane takes one load of 16 bytes a block of the wider of the two rows.
+
+    A thread has two lanes, and one where a mixture wants more registers.  They follow from V, the dtypes and
+    the kind alone, and so do the bits.
+    """
+    vec = 16 // max(call.logits.dtype.itemsize, call.teacher_logits.dtype.itemsize)
+    each = 2 if call.beta in (0, 1) else 1
+    lanes = max(32, min(256 * each, next_power_of_2(cdiv(call.logits.shape[-1], vec))))
+    return lanes, vec, max(1, lanes // (each * (32 if torch.version.hip is None else 64)))

@@ -1,0 +1,238 @@
+"""The Triton kernels of ``divergence``: a program per row forward, per span of a row backward."""
+
+import triton
+import triton.language as tl
+
+from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, load_block, shift_from
+from rlkernel.triton_ops.rms_norm_kernels import start_of
+
+SMALLEST = tl.constexpr(2.0**-126)
+
+# the strides are specialised: of multiples of 16 rows are loaded 16 bytes at a time
+jit = triton.jit(do_not_specialize=["x_inner", "y_inner", "out_inner", "spans"])
+
+
+@triton.jit
+def counted(weight, x):
+    """Their product; 0 where the weight is, whatever stands beside it, which may be infinite."""
+    return tl.where(weight > 0, weight * x, 0.0)
+
+
+@triton.jit
+def factor_from(old, new, c):
+    """What sums of exponentials below the maximum ``old`` are multiplied with below ``new``."""
+    return tl.exp2(shift_from(old, new, c))
+
+
+@triton.jit
+def rise(old, new):
+    """How far the maximum has risen; 0 where nothing was below it."""
+    return tl.where(old == float("-inf"), 0.0, new - old)
+
+
+@triton.jit
+def exp_less_one(x, e):
+    """exp(x) - 1 for x <= 0 with the digits of a small one: its series below 0.35, where 1 takes some away.
+
+    ``e`` is exp(x).
+    """
+    series = tl.full(x.shape, 1.0 / 5040, tl.float32)
+    series = tl.fma(series, x, 1.0 / 720)
+    series = tl.fma(series, x, 1.0 / 120)
+    series = tl.fma(series, x, 1.0 / 24)
+    series = tl.fma(series, x, 1.0 / 6)
+    series = tl.fma(series, x, 0.5)
+    return tl.where(x > -0.35, tl.fma(x * x, series, x), e - 1.0)
+
+
+@triton.jit
+def ahead_of_mixture(ahead, beta):
+    """``log p - log m`` and ``log q - log m``, with ``m = (1 - beta) p + beta q``, of ``log q - log p``.
+
+    The larger of p and q is taken out of m: what is left is 1 where they are equal, and no difference of two
+    large logarithms is taken.
+    """
+    behind = -tl.abs(ahead)
+    share, larger = tl.where(ahead > 0, 1.0 - beta, beta), tl.where(ahead > 0, beta, 1.0 - beta)
+    e = tl.exp2(behind * LOG2E)
+    less = share * exp_less_one(behind, e)
+    total = 1.0 + less
+    rest = tl.maximum(tl.fma(share, e, larger), SMALLEST)
+    # near 1 what 1 + less has lost is found again; far from it `less` has lost the larger one's share
+    lost = tl.where(less > -0.5, (less - (total - 1.0)) / total, 0.0)
+    near = -(tl.log(tl.where(less > -0.5, total, rest)) + lost)
+    far = behind + near
+    return tl.where(ahead > 0, far, near), tl.where(ahead > 0, near, far)
+
+
+@triton.jit
+def pair_of(x, y, m, teacher_m, c, inverse_sum, inverse_teacher_sum, inverse_t, apart):
+    """``p``, ``q`` and ``log q - log p`` of logits, with the digits of a small one."""
+    d, other = x - m, y - teacher_m
+    p, q = tl.exp2(d * c) * inverse_sum, tl.exp2(other * c) * inverse_teacher_sum
+    return p, q, tl.fma(other - d, inverse_t, apart)
+
+
+@jit
+def divergence_forward_kernel(
+    x, x_inner: tl.int64, x_outer: tl.int64, x_step: tl.int64,
+    y, y_inner: tl.int64, y_outer: tl.int64, y_step: tl.int64,
+    mask, V, temperature: tl.float64, beta: tl.float64,
+    divergence, entropy, row_max, sum_exp, teacher_max, teacher_sum_exp, student_part,
+    FORWARD: tl.constexpr, REVERSE: tl.constexpr, SCATTERED: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if mask is not None:  # noqa: SIM102  (there is nothing to load where it is None)
+        if tl.load(mask + row) == 0:  # nothing of the row is read
+            zero = tl.zeros((), tl.float32)
+            tl.store(divergence + row, zero)
+            tl.store(row_max + row, zero)
+            tl.store(sum_exp + row, zero)
+            tl.store(teacher_max + row, zero)
+            tl.store(teacher_sum_exp + row, zero)
+            if entropy is not None:
+                tl.store(entropy + row, zero)
+            if student_part is not None:
+                tl.store(student_part + row, zero)
+            return
+    inverse = 1.0 / tl.full((), temperature, tl.float64)
+    beta = tl.full((), beta, tl.float64)
+    c = (inverse * LOG2E).to(tl.float32)
+    x += start_of(row, x_inner, x_outer, x_step)
+    y += start_of(row, y_inner, y_outer, y_step)
+
+    # a maximum and sums per lane, not per entry: VEC entries then share one rescaling and its exp2
+    BLOCK: tl.constexpr = LANES * VEC
+    m = tl.full((LANES,), float("-inf"), tl.float32)
+    teacher_m = tl.full((LANES,), float("-inf"), tl.float32)
+    s = tl.zeros((LANES,), tl.float32)
+    teacher_s = tl.zeros((LANES,), tl.float32)
+    own = tl.zeros((LANES,), tl.float32)  # of e times the difference to the maximum
+    gap = tl.zeros((LANES,), tl.float32)  # of the weight times the difference of the two differences
+    for start in range(0, V, BLOCK):
+        a = load_block(x, start, V, SCATTERED, LANES, VEC).to(tl.float32)
+        b = load_block(y, start, V, SCATTERED, LANES, VEC).to(tl.float32)
+        top, teacher_top = tl.maximum(m, tl.max(a, axis=1)), tl.maximum(teacher_m, tl.max(b, axis=1))
+        safe, teacher_safe = finite_or_zero(top), finite_or_zero(teacher_top)
+        factor, teacher_factor = factor_from(m, safe, c), factor_from(teacher_m, teacher_safe, c)
+        up, teacher_up = rise(m, safe), rise(teacher_m, teacher_safe)
+        d, other = a - safe[:, None], b - teacher_safe[:, None]
+        e, of_other = tl.exp2(d * c), tl.exp2(other * c)
+        if entropy is not None:
+            own = (own - counted(s, up)) * factor + tl.sum(counted(e, d), axis=1)
+        if FORWARD:
+            gap = (gap + counted(teacher_s, up - teacher_up)) * teacher_factor
+            gap += tl.sum(counted(of_other, other - d), axis=1)
+        if REVERSE:
+            gap = (gap + counted(s, teacher_up - up)) * factor + tl.sum(counted(e, d - other), axis=1)
+        s = s * factor + tl.sum(e, axis=1)
+        teacher_s = teacher_s * teacher_factor + tl.sum(of_other, axis=1)
+        m, teacher_m = top, teacher_top
+
+    top, teacher_top = tl.max(m, axis=0), tl.max(teacher_m, axis=0)
+    safe, teacher_safe = finite_or_zero(top), finite_or_zero(teacher_top)
+    factor = factor_from(m, safe, c).to(tl.float64)
+    teacher_factor = factor_from(teacher_m, teacher_safe, c).to(tl.float64)
+    up, teacher_up = rise(m, safe), rise(teacher_m, teacher_safe)
+    total = tl.sum(s.to(tl.float64) * factor)
+    teacher_total = tl.sum(teacher_s.to(tl.float64) * teacher_factor)
+    total = tl.where(total > 0, total, float("nan"))  # a row of -inf alone is no distribution
+    teacher_total = tl.where(teacher_total > 0, teacher_total, float("nan"))
+    log_sum, teacher_log_sum = tl.log(total), tl.log(teacher_total)
+    tl.store(row_max + row, top)
+    tl.store(sum_exp + row, total.to(tl.float32))
+    tl.store(teacher_max + row, teacher_top)
+    tl.store(teacher_sum_exp + row, teacher_total.to(tl.float32))
+    if entropy is not None:
+        row_own = tl.sum((own - counted(s, up)).to(tl.float64) * factor)
+        tl.store(entropy + row, (log_sum - row_own * inverse / total).to(tl.float32))
+    if FORWARD:
+        row_gap = tl.sum((gap + counted(teacher_s, up - teacher_up)).to(tl.float64) * teacher_factor)
+        found = row_gap * inverse / teacher_total + (log_sum - teacher_log_sum)
+        tl.store(divergence + row, found.to(tl.float32))
+    elif REVERSE:
+        row_gap = tl.sum((gap + counted(s, teacher_up - up)).to(tl.float64) * factor)
+        found = row_gap * inverse / total + (teacher_log_sum - log_sum)
+        tl.store(divergence + row, found.to(tl.float32))
+        tl.store(student_part + row, found.to(tl.float32))
+    else:
+        inverse_sum, inverse_teacher_sum = (1.0 / total).to(tl.float32), (1.0 / teacher_total).to(tl.float32)
+        apart, inverse_t = (log_sum - teacher_log_sum).to(tl.float32), inverse.to(tl.float32)
+        weight = beta.to(tl.float32)
+        of_student = tl.zeros((LANES,), tl.float32)
+        of_teacher = tl.zeros((LANES,), tl.float32)
+        for start in range(0, V, BLOCK):
+            a = load_block(x, start, V, SCATTERED, LANES, VEC).to(tl.float32)
+            b = load_block(y, start, V, SCATTERED, LANES, VEC).to(tl.float32)
+            p, q, ahead = pair_of(
+                a, b, top, teacher_top, c, inverse_sum, inverse_teacher_sum, inverse_t, apart
+            )
+            student_ahead, teacher_ahead = ahead_of_mixture(ahead, weight)
+            of_student += tl.sum(counted(p, student_ahead), axis=1)
+            of_teacher += tl.sum(counted(q, teacher_ahead), axis=1)
+        part, other_part = tl.sum(of_student.to(tl.float64)), tl.sum(of_teacher.to(tl.float64))
+        nan = total * 0.0 + teacher_total * 0.0  # which counted() passes over
+        tl.store(divergence + row, ((1.0 - beta) * part + beta * other_part + nan).to(tl.float32))
+        tl.store(student_part + row, (part + nan).to(tl.float32))
+
+
+@jit
+def divergence_backward_kernel(
+    x, x_inner: tl.int64, x_outer: tl.int64, x_step: tl.int64,
+    y, y_inner: tl.int64, y_outer: tl.int64, y_step: tl.int64,
+    mask, V, temperature: tl.float64, beta: tl.float64,
+    grad, row_max, sum_exp, teacher_max, teacher_sum_exp, student_part,
+    out, out_inner: tl.int64, out_outer: tl.int64, out_step: tl.int64, spans: tl.int64,
+    FORWARD: tl.constexpr, REVERSE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // spans
+    begin = (tl.program_id(0).to(tl.int64) % spans * SPAN).to(tl.int32)
+    end = tl.minimum(begin + SPAN, V)
+    out += start_of(row, out_inner, out_outer, out_step)
+    offsets = tl.arange(0, BLOCK)
+    g = tl.load(grad + row)
+    if mask is not None:
+        g = tl.where(tl.load(mask + row) == 0, 0.0, g)
+    if g == 0:
+        for start in range(begin, end, BLOCK):
+            columns = start + offsets
+            tl.store(out + columns, tl.zeros((BLOCK,), out.dtype.element_ty), mask=columns < end)
+        return
+    x += start_of(row, x_inner, x_outer, x_step)
+    y += start_of(row, y_inner, y_outer, y_step)
+    inverse = 1.0 / tl.full((), temperature, tl.float64)
+    beta = tl.full((), beta, tl.float64)
+    c = (inverse * LOG2E).to(tl.float32)
+    m, teacher_m = tl.load(row_max + row), tl.load(teacher_max + row)
+    total = tl.load(sum_exp + row).to(tl.float64)
+    teacher_total = tl.load(teacher_sum_exp + row).to(tl.float64)
+    inverse_sum, inverse_teacher_sum = (1.0 / total).to(tl.float32), (1.0 / teacher_total).to(tl.float32)
+    apart = (tl.log(total) - tl.log(teacher_total)).to(tl.float32)
+    inverse_t = inverse.to(tl.float32)
+    weight = beta.to(tl.float32)
+    scale = g.to(tl.float64) * inverse
+    if not FORWARD:
+        part = tl.load(student_part + row)
+        scale += (part * 0.0).to(tl.float64)  # an infinite one has no gradient
+        if not REVERSE:
+            scale *= 1.0 - beta
+    scale += total * 0.0 + teacher_total * 0.0
+    factor = scale.to(tl.float32)
+    for start in range(begin, end, BLOCK):
+        columns = start + offsets
+        there = columns < end
+        a = tl.load(x + columns, mask=there, other=float("-inf"), eviction_policy="evict_first").to(
+            tl.float32
+        )
+        b = tl.load(y + columns, mask=there, other=float("-inf"), eviction_policy="evict_first").to(
+            tl.float32
+        )
+        p, q, ahead = pair_of(a, b, m, teacher_m, c, inverse_sum, inverse_teacher_sum, inverse_t, apart)
+        if FORWARD:
+            d = p - q
+        elif REVERSE:
+            d = counted(p, -ahead - part)
+        else:
+            d = counted(p, ahead_of_mixture(ahead, weight)[0] - part)
+        tl.store(out + columns, (d * factor).to(out.dtype.element_ty), mask=there)
