@@ -104,6 +104,12 @@ def test_a_teacher_of_another_width(backend, device):
             "teacher_logits": inputs["teacher_logits"].to(of_teacher),
         }
         check_against_fp64(backend, inputs, beta=0.5)
+        if backend == "native":  # which widens them first
+            for beta in BETAS:
+                got = run(backend, inputs, beta=beta)
+                wide = run(backend, {name: x.float() for name, x in inputs.items()}, beta=beta)
+                assert_equal("divergence", got["divergence"], wide["divergence"])
+                assert_equal("grad", got["grad"], wide["grad"].to(of_student))
 
 
 @ON_EVERY_BACKEND

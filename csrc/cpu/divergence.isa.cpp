@@ -6,6 +6,8 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -17,8 +19,6 @@ constexpr int64_t kBlock = 2048;  // elements that are summed in fp32: 64 in eac
 constexpr float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
 
 enum class Kind { forward, reverse, mixed };
-
-Kind kind_of(double beta) { return beta == 0 ? Kind::forward : beta == 1 ? Kind::reverse : Kind::mixed; }
 
 // x where it counts, else 0: a weight of 0 makes nothing of what may be infinite beside it.
 Floats counted(Floats weight, Floats x) { return where(above(weight, Floats{}), weight * x); }
@@ -66,19 +66,18 @@ void sum_row(int64_t length, double (&totals)[kCount], Add add) {
 }
 
 // A row of each whose softmax is known: p = exp((x - peak) / T) / sum.
-template <class S, class T>
+template <class T>
 struct Known {
-  const S* x;
-  const T* y;
+  const T *x, *y;
   Floats peak, teacher_peak, inverse_t, apart, inverse_sum, inverse_teacher_sum;
   ScaledExp exp;
 
-  Known(const DivergenceRows& pair, int64_t r, float peak, float teacher_peak, double sum, double teacher_sum)
-      : x(row_at<const S>(pair.student, r)), y(row_at<const T>(pair.teacher, r)), peak(broadcast(peak)),
-        teacher_peak(broadcast(teacher_peak)), inverse_t(broadcast(static_cast<float>(1 / pair.temperature))),
+  Known(const T* x, const T* y, double temperature, float peak, float teacher_peak, double sum, double teacher_sum)
+      : x(x), y(y), peak(broadcast(peak)), teacher_peak(broadcast(teacher_peak)),
+        inverse_t(broadcast(static_cast<float>(1 / temperature))),
         apart(broadcast(static_cast<float>(std::log(sum) - std::log(teacher_sum)))),
         inverse_sum(broadcast(static_cast<float>(1 / sum))),
-        inverse_teacher_sum(broadcast(static_cast<float>(1 / teacher_sum))), exp(pair.temperature) {}
+        inverse_teacher_sum(broadcast(static_cast<float>(1 / teacher_sum))), exp(temperature) {}
 
   struct Value {
     Floats p, q, ahead;  // ahead = log q - log p, with the digits of a small one
@@ -125,11 +124,9 @@ struct Mixture {
   }
 };
 
-template <class S, class T, Kind kKind, bool kEntropy>
-void forward_row(const DivergenceForward& f, int64_t r) {
+template <class T, Kind kKind, bool kEntropy>
+void forward_row(const DivergenceForward& f, int64_t r, const T* x, const T* y) {
   const DivergenceRows& pair = f.pair;
-  const S* x = row_at<const S>(pair.student, r);
-  const T* y = row_at<const T>(pair.teacher, r);
   const double t = pair.temperature, beta = pair.beta;
   const float peak = largest_of(x, pair.vocab), teacher_peak = largest_of(y, pair.vocab);
   const ScaledExp exp(t);
@@ -157,7 +154,7 @@ void forward_row(const DivergenceForward& f, int64_t r) {
   } else if constexpr (kKind == Kind::reverse) {
     f.divergence[r] = f.student_part[r] = static_cast<float>(sums[kGap] / t / sums[kStudent] + (teacher_log_sum - log_sum));
   } else {
-    const Known<S, T> known(pair, r, peak, teacher_peak, sums[kStudent], sums[kTeacher]);
+    const Known<T> known(x, y, t, peak, teacher_peak, sums[kStudent], sums[kTeacher]);
     const Mixture mixture(beta);
     double parts[2];
     sum_row<2>(pair.vocab, parts, [&](Floats (&sum)[2], int64_t i, int count) {
@@ -172,19 +169,18 @@ void forward_row(const DivergenceForward& f, int64_t r) {
   }
 }
 
-template <class S>
-void fill(S* out, int64_t length, float value) {
+template <class T>
+void fill(T* out, int64_t length, float value) {
   each_vector(length, [&](int64_t i, int count) { store(out + i, broadcast(value), count); });
 }
 
-template <class S, class T, Kind kKind>
-void backward_row(const DivergenceBackward& b, int64_t r) {
+template <class T, Kind kKind>
+void backward_row(const DivergenceBackward& b, int64_t r, const T* x, const T* y, T* out) {
   const DivergenceRows& pair = b.pair;
-  S* out = row_at<S>(b.out, r);
   const float part = kKind == Kind::forward ? 0 : b.student_part[r];
   if (!(b.sum_exp[r] > 0 && b.teacher_sum_exp[r] > 0 && std::fabs(part) < kInf))
     return fill(out, pair.vocab, kNan);
-  const Known<S, T> known(pair, r, b.row_max[r], b.teacher_max[r], b.sum_exp[r], b.teacher_sum_exp[r]);
+  const Known<T> known(x, y, pair.temperature, b.row_max[r], b.teacher_max[r], b.sum_exp[r], b.teacher_sum_exp[r]);
   const Mixture mixture(pair.beta);
   const double weight = kKind == Kind::mixed ? 1 - pair.beta : 1;
   const Floats scale = broadcast(static_cast<float>(b.grad[r] * weight / pair.temperature)), beside = broadcast(part);
@@ -205,63 +201,113 @@ void forget_row(const DivergenceForward& f, int64_t r) {
     if (x != nullptr) x[r] = 0;
 }
 
-// Calls body(r) for all rows. Dealt out in turn: rows that do not count cost nothing, and come in runs.
-template <class Body>
+// Calls body(r, rows) for all rows, with memory of the thread for what it asks of it. Dealt out in turn: rows that do not count
+// cost nothing, and come in runs.
+template <class Memory, class Body>
 void each_row(const DivergenceRows& pair, Body body) {
 #pragma omp parallel if (pair.rows > 1 && pair.rows * pair.vocab >= kParallel)
   {
     const FlushDenormals scope(FlushDenormals::operands);
+    Memory memory(pair);
 #pragma omp for schedule(static, 1)
-    for (int64_t r = 0; r < pair.rows; ++r) body(r);
+    for (int64_t r = 0; r < pair.rows; ++r) body(r, memory);
   }
 }
+
+// Rows of one type as they lie.
+template <class T>
+struct AsTheyLie {
+  using Type = T;
+  const DivergenceRows& pair;
+
+  explicit AsTheyLie(const DivergenceRows& pair) : pair(pair) {}
+  const T* student(int64_t r) const { return row_at<const T>(pair.student, r); }
+  const T* teacher(int64_t r) const { return row_at<const T>(pair.teacher, r); }
+  T* into(const StridedRows& out, int64_t r) const { return row_at<T>(out, r); }
+  void store_row(const StridedRows&, int64_t) const {}
+};
+
+// Rows of two types, in fp32: a copy of each, as the bits are the same and few calls have them.
+struct Widened {
+  using Type = float;
+  const DivergenceRows& pair;
+  std::unique_ptr<float[]> rows;
+
+  explicit Widened(const DivergenceRows& pair) : pair(pair), rows(new float[3 * pair.vocab]) {}
+
+  const float* student(int64_t r) { return widen(pair.student, pair.student_dtype, r, rows.get()); }
+  const float* teacher(int64_t r) { return widen(pair.teacher, pair.teacher_dtype, r, rows.get() + pair.vocab); }
+  float* into(const StridedRows&, int64_t) { return rows.get() + 2 * pair.vocab; }
+
+  void store_row(const StridedRows& out, int64_t r) const {
+    const float* found = rows.get() + 2 * pair.vocab;
+    with_type(pair.student_dtype, [&](auto type) {
+      auto* to = row_at<decltype(type)>(out, r);
+      each_vector(pair.vocab, [&](int64_t i, int count) { store(to + i, load(found + i, count), count); });
+    });
+  }
+
+ private:
+  const float* widen(const StridedRows& from, Dtype dtype, int64_t r, float* to) const {
+    with_type(dtype, [&](auto type) {
+      const auto* x = row_at<const decltype(type)>(from, r);
+      each_vector(pair.vocab, [&](int64_t i, int count) { store(to + i, load(x + i, count), count); });
+    });
+    return to;
+  }
+};
 
 // Calls body with a constant of the kind.
 template <class Body>
-auto with_kind(Kind kind, Body body) {
-  using std::integral_constant;
-  switch (kind) {
-    case Kind::forward: return body(integral_constant<Kind, Kind::forward>{});
-    case Kind::reverse: return body(integral_constant<Kind, Kind::reverse>{});
-    case Kind::mixed: return body(integral_constant<Kind, Kind::mixed>{});
-  }
+auto with_kind(double beta, Body body) {
+  if (beta == 0) return body(std::integral_constant<Kind, Kind::forward>{});
+  if (beta == 1) return body(std::integral_constant<Kind, Kind::reverse>{});
+  return body(std::integral_constant<Kind, Kind::mixed>{});
 }
 
-template <class S, class T>
+template <class Rows>
 void forward(const DivergenceForward& f) {
-  with_kind(kind_of(f.pair.beta), [&](auto kind) {
+  with_kind(f.pair.beta, [&](auto kind) {
+    using T = typename Rows::Type;
     constexpr Kind kKind = decltype(kind)::value;
-    const auto row = f.entropy == nullptr ? forward_row<S, T, kKind, false> : forward_row<S, T, kKind, true>;
-    each_row(f.pair, [&](int64_t r) { counts(f.pair, r) ? row(f, r) : forget_row(f, r); });
-  });
-}
-
-template <class S, class T>
-void backward(const DivergenceBackward& b) {
-  with_kind(kind_of(b.pair.beta), [&](auto kind) {
-    constexpr Kind kKind = decltype(kind)::value;
-    each_row(b.pair, [&](int64_t r) {
-      if (counts(b.pair, r) && b.grad[r] != 0) backward_row<S, T, kKind>(b, r);
-      else fill(row_at<S>(b.out, r), b.pair.vocab, 0);
+    const auto row = f.entropy == nullptr ? forward_row<T, kKind, false> : forward_row<T, kKind, true>;
+    each_row<Rows>(f.pair, [&](int64_t r, Rows& rows) {
+      if (counts(f.pair, r)) row(f, r, rows.student(r), rows.teacher(r));
+      else forget_row(f, r);
     });
   });
 }
 
-// Calls body with values of the types of the student and of the teacher.
+template <class Rows>
+void backward(const DivergenceBackward& b) {
+  with_kind(b.pair.beta, [&](auto kind) {
+    using T = typename Rows::Type;
+    constexpr Kind kKind = decltype(kind)::value;
+    each_row<Rows>(b.pair, [&](int64_t r, Rows& rows) {
+      T* out = rows.into(b.out, r);
+      if (counts(b.pair, r) && b.grad[r] != 0) backward_row<T, kKind>(b, r, rows.student(r), rows.teacher(r), out);
+      else fill(out, b.pair.vocab, 0);
+      rows.store_row(b.out, r);
+    });
+  });
+}
+
+// Calls body with the rows' way to memory.
 template <class Body>
-void with_types(const DivergenceRows& pair, Body body) {
-  with_type(pair.student_dtype, [&](auto s) { with_type(pair.teacher_dtype, [&](auto t) { body(s, t); }); });
+void with_rows(const DivergenceRows& pair, Body body) {
+  if (pair.student_dtype != pair.teacher_dtype) return body(static_cast<Widened*>(nullptr));
+  with_type(pair.student_dtype, [&](auto type) { body(static_cast<AsTheyLie<decltype(type)>*>(nullptr)); });
 }
 
 }  // namespace
 
 int divergence_forward(const DivergenceForward& f) {
-  with_types(f.pair, [&](auto s, auto t) { forward<decltype(s), decltype(t)>(f); });
+  with_rows(f.pair, [&](auto* rows) { forward<std::remove_pointer_t<decltype(rows)>>(f); });
   return 0;
 }
 
 int divergence_backward(const DivergenceBackward& b) {
-  with_types(b.pair, [&](auto s, auto t) { backward<decltype(s), decltype(t)>(b); });
+  with_rows(b.pair, [&](auto* rows) { backward<std::remove_pointer_t<decltype(rows)>>(b); });
   return 0;
 }
 
