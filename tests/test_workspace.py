@@ -153,7 +153,7 @@ def test_a_captured_graph_has_memory_of_its_own(monkeypatch):
         graphs = []
         for _ in range(2):
             with workspace.lease(256, CPU, owner) as first:
-                workspace.keep(CPU, owner, 64)
+                workspace.keep(CPU, owner, 32)
             with workspace.lease(256, CPU, owner) as second:
                 graphs += [first, second]
         assert all(leased.memory.numel() == 256 and leased.kept == 0 for leased in graphs)
