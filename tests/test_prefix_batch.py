@@ -291,7 +291,8 @@ def test_what_is_made_of_a_batch_is_where_it_is():
     batch = PrefixBatch.pack([[1, 2]], [[[3, 4], [5]]], device="meta")
     longer, keep = batch.with_last_tokens()
     made = [longer, batch.one_row(), batch.select([1]), *batch.split(3), *batch.balance(2)]
-    tensors = [keep, longer.token_counts()] + [x for b in made for x in (b.input_ids, b.labels, b.unpack(b.labels))]
+    tensors = [x for b in made for x in (b.input_ids, b.position_ids, b.labels, b.unpack(b.labels))]
+    tensors += [keep, longer.token_counts()]
     assert {x.device.type for x in tensors} == {str(b.device) for b in made} == {"meta"}
 
 
