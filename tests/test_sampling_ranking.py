@@ -167,6 +167,19 @@ def test_from_hidden_states_too():
 
 
 @pytest.mark.parametrize("ranking", RANKINGS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_temperature_for_all_rows_is_that_of_each(temperature, ranking):
+    logits, z, options = case("cpu")
+    ids = torch.tensor([0, 332, 7, -1, 150]).repeat(ROWS, 1)
+    options |= {"ranking": ranking, "top_logprobs": 50, "logprob_token_ids": ids, "seeds": 1}
+    one = rlkernel.sample(logits, **options | {"temperature": temperature})
+    each = options | {"temperature": torch.full((ROWS,), temperature)}
+    assert torch.equal(one.top_logprobs, rlkernel.sample(logits, **each).top_logprobs)
+    logprobs = distributions(logits, z, each, one)[ranking]
+    close(one.id_logprobs, logprobs.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf))
+
+
+@pytest.mark.parametrize("ranking", RANKINGS)
 def test_one_graph(ranking):
     inputs = make_inputs(3, 70)
     ids = torch.tensor([[1, 69, -1]] * 3)
