@@ -88,6 +88,16 @@ def test_the_target_is_that_of_the_adjusted_logits(backend):
     assert close.abs().max() < 1e-5
 
 
+def test_where_nothing_of_the_target_is_left_the_token_is_drawn_from_it():
+    """max(p - q, 0) of a drafter that is as sure as the target, and whose draft was dropped, is 0."""
+    sure = torch.full((8, 2, 6), -torch.inf)
+    sure[..., 1] = 0.0
+    out = rlkernel.verify_chain(
+        torch.full((8, 1), -1), sure, draft_logprobs=sure[:, :1], seeds=torch.arange(8)
+    )
+    assert out.token_ids.tolist() == [[1, -1]] * 8 and not out.accepted.any()
+
+
 # How drafts go missing, and what q has to be then: (what stays of the drafts, lengths, draft_logprobs).
 # ``legal`` is the grammar, at places of 12 tokens every second one; a mask lets the target draw these alone.
 
