@@ -160,11 +160,6 @@ class ByParts(WaitingPatch):
     ) -> None:
         super().__init__(*names, *request)
         self.package, self.homes = package, homes
-        self._on = False
-
-    @property
-    def active(self) -> bool:
-        return self._on  # before anything of the framework is there to be replaced
 
     def plan(self, part: str) -> None:
         with self.planning(part):
@@ -189,12 +184,3 @@ class ByParts(WaitingPatch):
     def pieces(self) -> tuple[str, ...]:
         """What is put in place by itself: the parts, unless one has several of the framework's modules."""
         return self.parts
-
-    def apply(self) -> Self:
-        super().apply()
-        self._on = True
-        return self
-
-    def undo(self) -> None:
-        super().undo()
-        self._on = False

@@ -87,7 +87,8 @@ class Patch:
 
     @property
     def active(self) -> bool:
-        return bool(self._done)
+        """Whether it is on: also one that has found nothing to replace."""
+        return bool(self._done) or any(patch is self for patch in _in_place)
 
     @property
     def replaced(self) -> dict[str, str]:
@@ -134,7 +135,7 @@ class Patch:
         del self._done[first:]
 
     def undo(self) -> None:
-        """Restore everything in reverse order; without effect while nothing is replaced.
+        """Restore everything in reverse order; without effect while the patch is off.
 
         Raises ``PatchError``, and restores nothing, when an attribute holds neither what this patch put there
         nor what was there before.
@@ -156,7 +157,7 @@ class Patch:
         finally:
             if not self._done:
                 self._unclaimed = False
-                _in_place.remove(self)
+                _in_place[:] = [patch for patch in _in_place if patch is not self]
 
     def require_in_place(self) -> None:
         """Raise PatchError where ``undo`` would."""
@@ -189,7 +190,7 @@ class Patch:
             self.undo()
 
     def __repr__(self) -> str:
-        if not self.active:
+        if not self._done:
             return f"<{self.name}: nothing replaced>"
         lines = "".join(f"\n  {path} -> {new}" for path, new in self.replaced.items())
         return f"<{self.name}:{lines}>"

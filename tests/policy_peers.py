@@ -38,6 +38,24 @@ def verl_rollout_corr():
     return verl("trainer.ppo.rollout_corr_helper")
 
 
+def config_defaults(package, path, name):
+    """The plain defaults of a peer's dataclass, field by field: read from its source, as verl's package
+    needs more to be imported than is installed here."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        pytest.skip(f"{package} is not installed")
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / path).read_text())
+    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name).body
+    found = {}
+    for field in (n for n in body if isinstance(n, ast.AnnAssign)):
+        value = field.value
+        if isinstance(value, ast.Call):  # of field(default=...)
+            value = next((k.value for k in value.keywords if k.arg == "default"), None)
+        if isinstance(value, ast.Constant):
+            found[field.target.id] = value.value
+    return found
+
+
 @functools.cache
 def verl_presets():
     """What the class methods of verl's RolloutCorrectionConfig give with their defaults: read from its

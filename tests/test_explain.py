@@ -68,6 +68,16 @@ def test_what_it_does_not_understand_is_named(name):
         rlkernel.explain(name, *[LOGITS] * 100)
 
 
+def test_options_are_known_as_the_functions_have_them():
+    """What is by keyword alone has no place, and what is handed on is an option of that function alone."""
+    with pytest.raises(ValueError, match="tensors must be at most 2 of logprob, got 3"):
+        rlkernel.explain("logprob", LOGITS, IDS, 0.5)
+    handed_on = {"loss_type": "dro", "dro_beta": 0.5}
+    assert rlkernel.explain("linear_policy_loss", **OPS["linear_policy_loss"], **handed_on)["reference"] == []
+    with pytest.raises(ValueError, match="options must be among those of logprob .*, got 'loss_type'"):
+        rlkernel.explain("logprob", **OPS["logprob"], **handed_on)
+
+
 def test_the_answer_is_that_of_the_call():
     """Options decide too: what explain says, the call does."""
     wide = {x: y.double() for x, y in OPS["sample_linear"].items()}

@@ -244,6 +244,10 @@ BAD = {
     "correction.reject of token_k1: its bounds must be low <= high": RolloutCorrection(
         reject=(("token_k1", 2.0, 1.0),)
     ),
+    "correction.reject of token_k3: its bound must be finite and >= 0, got inf": RolloutCorrection(
+        reject=(("token_k3", math.inf),)
+    ),
+    "correction.dppo must be given with correction.two_sided": RolloutCorrection(two_sided=True),
     r"correction.dppo\[0\] must be one of tv, kl": RolloutCorrection(dppo=("js", 0.1, 0.1)),
     "staleness must be given": RolloutCorrection(max_staleness=2),
     "correction.staleness_decay must be finite and > 0": RolloutCorrection(staleness_decay=0.0),
@@ -254,6 +258,12 @@ BAD = {
 def test_a_bad_correction_is_named(message):
     with pytest.raises(ValueError, match=message):
         rlkernel.policy_loss(**drifting(2, 5), correction=BAD[message])
+
+
+@pytest.mark.parametrize("use", [{"staleness_decay": 0.5}, {"stale_only": True}, {"max_staleness": 0}])
+def test_whatever_uses_staleness_wants_it(use):
+    with pytest.raises(ValueError, match="staleness must be given with correction's max_staleness, stale"):
+        rlkernel.policy_loss(**drifting(2, 5), correction=RolloutCorrection(**use))
 
 
 def test_staleness_of_another_shape_is_refused():

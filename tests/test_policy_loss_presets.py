@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 from policy_cases import NEEDS, run
+from policy_peers import config_defaults
 
 import rlkernel
 from rlkernel.calls.policy_loss import KL_ESTIMATORS, POLICY_METRICS
+from rlkernel.ops.policy_loss import DEFAULTS
 from rlkernel.ops.policy_loss import rule as names
 from rlkernel.ops.policy_loss.rollout_correction import CORRECTIONS
 from rlkernel.reference.policy_loss import make_inputs
@@ -42,6 +44,43 @@ def test_the_numbers_of_every_preset():
     for name, values in PRESETS.items():
         want = {k: v for k, v in zip(named, values, strict=True) if v is not None}
         assert {"importance_sampling_level": "token"} | rlkernel.policy_loss_preset(name) == want, name
+
+
+VERL_POLICY = {
+    "cov_ratio": ("clip_cov_ratio", "kl_cov_ratio"),
+    "clip_cov_lb": ("clip_cov_lb",),
+    "clip_cov_ub": ("clip_cov_ub",),
+    "dro_beta": ("dro_beta",),
+}
+VERL_ACTOR = {
+    "epsilon": ("clip_ratio", "clip_ratio_low", "clip_ratio_high"),
+    "tau_pos": ("tau_pos",),
+    "tau_neg": ("tau_neg",),
+}
+TRL = {
+    "epsilon": ("epsilon",),
+    "epsilon_high": ("epsilon_high",),
+    "delta": ("delta",),
+    "beta": ("beta",),
+    "tau_pos": ("sapo_temperature_pos",),
+    "tau_neg": ("sapo_temperature_neg",),
+    **{name: (name,) for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")},
+}
+
+
+@pytest.mark.parametrize(
+    ("package", "path", "config", "names"),
+    [
+        ("verl", "workers/config/actor.py", "PolicyLossConfig", VERL_POLICY),
+        ("verl", "workers/config/actor.py", "ActorConfig", VERL_ACTOR),
+        ("trl", "trainer/grpo_config.py", "GRPOConfig", TRL),
+    ],
+    ids=["verl, policy", "verl, actor", "trl"],
+)
+def test_what_is_not_given_is_what_the_frameworks_take(package, path, config, names):
+    theirs = config_defaults(package, path, config)
+    for ours, their_names in names.items():
+        assert {DEFAULTS[ours]} == {theirs[name] for name in their_names}, ours
 
 
 # the ratios of a token, its sequence and its geometric mean that have weight 1 or r, and what happens beyond:

@@ -200,6 +200,14 @@ def test_parts_of_parts_keep_the_numbers():
     assert part.unpack(part.labels).tolist() == [[9, 0], [4, 5]]
 
 
+def test_a_prompt_that_predicts_nothing_fills_no_part():
+    """An empty completion, as of a rollout that failed: its prompt has no row."""
+    batch = PrefixBatch.pack([[1] * 10, [5], [8]], [[[]], [[6, 7]], [[9, 9]]])
+    assert batch.total == 4
+    assert [part.samples.tolist() for part in batch.split(6)] == [[0, 1, 2]]
+    assert [part.total for part in batch.balance(2)] == [2, 2]
+
+
 def test_a_part_without_samples():
     batch, _ = packed([([1, 2], [[3], [4, 5]])])
     assert len(batch.select([])) == batch.select([]).total == 0
@@ -277,6 +285,15 @@ def test_to_moves_what_models_read_and_keeps_the_layout():
         "meta"
     )
     assert shared.unpack(torch.zeros(3, device="meta")).shape == (2, 2)
+
+
+def test_what_is_made_of_a_batch_is_where_it_is():
+    batch = PrefixBatch.pack([[1, 2]], [[[3, 4], [5]]], device="meta")
+    longer, keep = batch.with_last_tokens()
+    made = [longer, batch.one_row(), batch.select([1]), *batch.split(3), *batch.balance(2)]
+    tensors = [x for b in made for x in (b.input_ids, b.position_ids, b.labels, b.unpack(b.labels))]
+    tensors += [keep, longer.token_counts()]
+    assert {x.device.type for x in tensors} == {str(b.device) for b in made} == {"meta"}
 
 
 def test_tensors_numpy_arrays_and_lists_are_the_same():
@@ -439,6 +456,14 @@ def test_the_layout_of_any_forest(forest):
     runs = zip(gathered.cu_seqlens_k.tolist(), gathered.cu_seqlens_k.tolist()[1:], strict=False)
     for s, (a, b) in enumerate(runs):
         assert gathered.keys[a:b].tolist() == [row for t in layout.path(s) for row in range(*layout.rows(t))]
+
+
+def test_rows_below_that_lie_side_by_side_are_one_run():
+    """A kernel takes a run as a view: two would be two launches."""
+    prompts_and_completions = PrefixLayout((2, 3, 4, 1), (-1, 0, 1, 1), (False, False, True, True))
+    assert prompts_and_completions.rows_below(0) == [(2, 10)]
+    apart = PrefixLayout((2, 3, 4, 5, 1), (-1, 0, -1, 1, 0), (False, False, False, True, True))
+    assert apart.rows_below(0) == [(2, 5), (9, 15)]
 
 
 def test_tables_are_made_once_and_come_back_from_the_segments():

@@ -167,6 +167,31 @@ def test_from_hidden_states_too():
 
 
 @pytest.mark.parametrize("ranking", RANKINGS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_temperature_for_all_rows_is_that_of_each(temperature, ranking):
+    logits, z, options = case("cpu")
+    ids = torch.arange(-1, VOCAB).repeat(ROWS, 1)
+    options |= {"ranking": ranking, "top_logprobs": 50, "logprob_token_ids": ids, "seeds": 1}
+    one = rlkernel.sample(logits, **options | {"temperature": temperature})
+    each = options | {"temperature": torch.full((ROWS,), temperature)}
+    assert torch.equal(one.top_logprobs, rlkernel.sample(logits, **each).top_logprobs)
+    logprobs = distributions(logits, z, each, one)[ranking]
+    close(one.id_logprobs, logprobs.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf))
+
+
+@pytest.mark.parametrize("ranking", ["tempered", "processed"])
+def test_fewer_tokens_are_allowed_than_are_wanted(ranking):
+    """The places behind them hold no token: not token 0, which is allowed and likely."""
+    logits = torch.tensor([[3.0, 1.0, 2.0, 0.5, 0.1, 4.0, 0.2, 0.3]])
+    mask = bitmask(torch.tensor([[True, False, False, False, False, True, False, False]]))
+    want = torch.tensor([4.0, 3.0]).log_softmax(0)
+    for backend in ("native", "reference"):
+        out = sample(backend, logits, token_bitmask=mask, top_logprobs=4, ranking=ranking, seeds=1)
+        assert out.top_ids.tolist() == [[5, 0, -1, -1]]
+        close(out.top_logprobs[0], torch.cat([want, torch.full((2,), -torch.inf)]))
+
+
+@pytest.mark.parametrize("ranking", RANKINGS)
 def test_one_graph(ranking):
     inputs = make_inputs(3, 70)
     ids = torch.tensor([[1, 69, -1]] * 3)

@@ -10,6 +10,10 @@ WRONG = {
     "drafts": (lambda d, x, q: {"draft_token_ids": d[:, :2]}, "draft_token_ids must have the shape (4, 3)"),
     "float drafts": (lambda d, x, q: {"draft_token_ids": d.float()}, "draft_token_ids must be integers, got"),
     "logits": (lambda d, x, q: {"target_logits": x[0]}, "target_logits must be [B, K + 1, V] with K >= 0"),
+    "integers": (
+        lambda d, x, q: {"target_logits": x.long()},
+        "target_logits must be float16",
+    ),
     "q": (
         lambda d, x, q: {"draft_logprobs": q[..., :9]},
         "draft_logprobs must be (4, 3, 150), got (4, 3, 9)",

@@ -71,6 +71,33 @@ def test_tokens_are_distributed_as_the_target(filters):
     assert 0.2 < float((out.accepted > 0).float().mean()) < 0.95
 
 
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_the_target_is_that_of_the_adjusted_logits(backend):
+    """A bias moves p: which drafts stay, what is drawn in the place of one that does not, and the bonus."""
+    count, bias = 200, torch.tensor([2.0, -3.0, 0.0, 0.5, -torch.inf, 1.0, 0.0, -1.0, 4.0, 0.0, 0.0, -0.5])
+    p = logits_of(count, 3, 12, seed=3, scale=1.5)
+    q = (0.5 * p[:, :2] + logits_of(1, 2, 12, seed=2, scale=1.0)).log_softmax(-1)
+    seeds = torch.arange(count)
+    with rlkernel.use_backend(backend):
+        drafts = rlkernel.sample(q, seeds=seeds[:, None].expand(count, 2)).token_ids
+        want = rlkernel.verify_chain(drafts, p + bias, draft_logprobs=q, seeds=seeds)
+        got = rlkernel.verify_chain(drafts, p, draft_logprobs=q, seeds=seeds, logit_bias=bias)
+    assert torch.equal(got.token_ids, want.token_ids) and torch.equal(got.accepted, want.accepted)
+    assert not (got.token_ids == 4).any() and got.accepted.unique().tolist() == [0, 1, 2]
+    close = got.processed_logprobs - want.processed_logprobs
+    assert close.abs().max() < 1e-5
+
+
+def test_where_nothing_of_the_target_is_left_the_token_is_drawn_from_it():
+    """max(p - q, 0) of a drafter that is as sure as the target, and whose draft was dropped, is 0."""
+    sure = torch.full((8, 2, 6), -torch.inf)
+    sure[..., 1] = 0.0
+    out = rlkernel.verify_chain(
+        torch.full((8, 1), -1), sure, draft_logprobs=sure[:, :1], seeds=torch.arange(8)
+    )
+    assert out.token_ids.tolist() == [[1, -1]] * 8 and not out.accepted.any()
+
+
 # How drafts go missing, and what q has to be then: (what stays of the drafts, lengths, draft_logprobs).
 # ``legal`` is the grammar, at places of 12 tokens every second one; a mask lets the target draw these alone.
 

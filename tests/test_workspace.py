@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ def test_grows_and_is_kept():
     assert address(50) == small
     large = address(10_000)
     assert address(100) == large
+
+
+@pytest.mark.parametrize("free", [workspace.release, lambda: workspace.set_limit(2**21)])
+def test_buffers_are_freed(free):
+    with workspace.lease(100, CPU) as leased:
+        buffer = weakref.ref(leased.memory._base)
+    del leased
+    assert buffer() is not None
+    free()
+    assert buffer() is None
 
 
 def test_a_second_thread_waits_for_the_buffer():
@@ -142,7 +153,7 @@ def test_a_captured_graph_has_memory_of_its_own(monkeypatch):
         graphs = []
         for _ in range(2):
             with workspace.lease(256, CPU, owner) as first:
-                workspace.keep(CPU, owner, 64)
+                workspace.keep(CPU, owner, 32)
             with workspace.lease(256, CPU, owner) as second:
                 graphs += [first, second]
         assert all(leased.memory.numel() == 256 and leased.kept == 0 for leased in graphs)

@@ -4,6 +4,7 @@ import copy
 import random as python_random
 import types
 
+import host_work
 import pytest
 import torch
 from areal_cases import actor, check_left_to_areal, load, nothing_left_behind, upstream
@@ -161,6 +162,21 @@ def test_what_the_mask_leaves_out_is_not_read():
     kept = got["loss_mask"] != 0
     assert got["advantages"][kept].isfinite().all() and kept.any()
     assert stock["advantages"].isnan().any() and got["advantages"].isfinite().all()
+
+
+def test_the_walk_over_the_tokens_is_no_python():
+    """AReaL's own method is called, but must have no token to walk over."""
+    actor = ppo()
+
+    def more(longer=60):
+        """What runs for longer sequences that does not for shorter ones."""
+        work = [batch(tokens=tokens) for tokens in (12, 12, 12 + longer)]
+        _, short, long = (host_work.events(lambda x=x: actor._compute_advantages(x)) for x in work)
+        return long - short
+
+    stock = more()
+    with rlkernel.patch_areal(["advantages"]):
+        assert more() < 60 < stock
 
 
 def test_an_error_leaves_the_batch_as_it_was():

@@ -1,11 +1,13 @@
 """The machinery under every integration: all or nothing, in both directions."""
 
+import logging
 import sys
 import types
 
 import pytest
 
 from rlkernel.integrations import _patch
+from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations._patch import Patch, PatchError
 
 
@@ -159,8 +161,40 @@ def test_everywhere_finds_importers_before_and_after(monkeypatch):
     assert home.f is early.f is late.f is original
 
 
+def test_a_patch_that_finds_nothing_to_replace_is_on_and_off():
+    """As one of a framework that has changed, of which every function is left to it."""
+    empty = Patch("empty")
+    for _ in range(2):
+        with empty:
+            assert empty.active and _patch.in_place("empty") is empty is empty.apply()
+            assert repr(empty) == "<empty: nothing replaced>" and _patch._in_place.count(empty) == 1
+        assert not empty.active and _patch.in_place("empty") is None
+
+
 def test_says_what_it_replaced(patch):
     assert repr(patch) == "<test: nothing replaced>"
     with patch:
         assert list(patch.replaced) == [f"{__name__}.Owner.f", f"{__name__}.Owner.g"]
         assert f"{__name__}.Owner.g -> 'new'" in repr(patch)
+
+
+def test_a_counted_patch_warns_of_a_reason_once_and_sums_up_once(caplog):
+    caplog.set_level(logging.INFO)
+    patch = CountedPatch("rlkernel.patch_test", "Framework")
+    patch.replace(Owner, "g", "new", expected="original")
+    with pytest.warns(UserWarning) as told, patch:
+        patch.count(patch.calls, "f")
+        for name in ("f", "f", "g"):
+            patch.left(name, "a reason", "advice")
+        patch.left("f", "an expected reason", quiet=True)
+        with pytest.raises(PatchError, match="no other patch of Framework must be in place, got one"):
+            CountedPatch("another", "Framework").apply()
+    patch.undo()
+    assert [str(w.message) for w in told] == [
+        "rlkernel.patch_test() leaves f to Framework: a reason (advice)"
+    ]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and record.getMessage() == (
+        "1 calls ran on rlkernel, 4 were left to Framework"
+        "\n  2 x f: a reason\n  1 x g: a reason\n  1 x f: an expected reason"
+    )

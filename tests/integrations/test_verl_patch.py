@@ -123,6 +123,20 @@ def test_a_part_that_cannot_be_imported(monkeypatch):
         assert set(patch.refused) == {"losses", "advantages"} and patch.replaced
 
 
+def test_a_patch_of_which_nothing_can_be_replaced_comes_off_again(monkeypatch):
+    """Else its variables would stay, and it would stand in the way of every further patch."""
+    before = [os.environ.get(name) for name in DOOR.variables]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "verl.trainer.ppo.core_algos", None)
+        without.delattr("verl.trainer.ppo.core_algos")
+        with rlkernel.patch_verl(["losses"], strict=False) as patch:
+            assert set(patch.refused) == {"losses"} and not patch.replaced
+            assert [os.environ.get(name) for name in DOOR.variables] != before
+    assert [os.environ.get(name) for name in DOOR.variables] == before
+    with rlkernel.patch_verl() as further:
+        assert further is not patch and further.replaced
+
+
 def test_somebody_else_replaces_what_is_replaced(monkeypatch):
     def replace(others):
         others.setitem(core.POLICY_LOSS_REGISTRY, "vanilla", lambda *x: "somebody else's")

@@ -92,5 +92,5 @@ def dry_bias(ids: Tensor, dry: Dry) -> TokenBias:
 
     multiplier, beyond = column(dry.multiplier), lengths - column(dry.allowed_length)
     hit = (lengths > 0) & (beyond >= 0) & (multiplier > 0) & (ids >= 0) & ~torch.isin(ids, breakers)
-    penalty = multiplier * column(dry.base) ** beyond.clamp(min=0)
+    penalty = multiplier * column(dry.base) ** beyond
     return TokenBias(torch.where(hit, ids, -1), torch.where(hit, -penalty, 0.0))
