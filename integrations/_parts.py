@@ -15,7 +15,7 @@ from typing_extensions import Self
 from rlkernel.integrations._arrivals import Arrivals
 from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations._environment import chosen, restore
-from rlkernel.integrations._patch import PatchError
+from rlkernel.integrations._patch import PatchError, alone
 
 
 class Asked(NamedTuple):
@@ -191,10 +191,12 @@ class ByParts(WaitingPatch):
         return self.parts
 
     def apply(self) -> Self:
-        super().apply()
-        self._on = True
+        with alone():
+            super().apply()
+            self._on = True
         return self
 
     def undo(self) -> None:
-        super().undo()
-        self._on = False
+        with alone():
+            super().undo()
+            self._on = False
