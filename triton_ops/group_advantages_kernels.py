@@ -128,7 +128,9 @@ def group_kernel(
         above = tl.sum(sums) * each
         baseline = above
         if KIND == "opo":
-            baseline = tl.sum(weighted_sums) * reciprocal(tl.sum(length_sums))
+            tokens = tl.sum(length_sums)  # without one all lengths are alike
+            weighted = tl.sum(weighted_sums) * reciprocal(tl.where(tokens == 0, 1.0, tokens))
+            baseline = tl.where(tokens == 0, above, weighted)
 
         divisor = above
         if SCALE == "group":
