@@ -217,7 +217,9 @@ def test_what_is_no_mask_is_named(function):
             mask = torch.ones(shape, dtype=dtype)
             mask.view(-1)[-1] = math.nan
             place = [size - 1 for size in shape]
-            with pytest.raises(ValueError, match=rf"^{name}{re.escape(str(place))} must be a number, got nan"):
+            with pytest.raises(
+                ValueError, match=rf"^{name}{re.escape(str(place))} must be a number, got nan"
+            ):
                 function(**call | {name: mask})
 
 

@@ -215,7 +215,7 @@ def test_batches_without_rows(backend, device):
             assert out.shape == q.shape and lse.shape == (shape[0], 4, shape[1])
             out = rlkernel.attention(q[:, :3], k, v)
             assert out.shape == q[:, :3].shape
-        # a column of a wider tensor: without an element torch calls any strides contiguous, and copies nothing
+        # columns of a wider tensor: without an element torch calls any strides contiguous
         q, k, v = (torch.stack([x[0], x[0]], -1)[..., 0] for x in make(1, 0, device=device))
         for x in (q, k, v):
             x.requires_grad_()

@@ -114,7 +114,7 @@ def test_bits_of_a_group_depend_on_it_alone(backend, device, estimator):
 
 @ON_EVERY_BACKEND
 def test_a_group_without_a_token_is_as_one_of_equal_lengths(backend, device):
-    """opo's mean over its tokens would be 0 / 0; a group of one, or of equal rewards, has 0 whatever they are."""
+    """opo's mean over its tokens would be 0 / 0; one reward alone, and equal ones, give 0 all the same."""
     r = torch.tensor([3.0, 1.5, 0.1, 0.1, 0.1, 2.0, 5.0, 6.0, 1.0], device=device)
     starts = torch.tensor([0, 2, 5, 6, 9], device=device)
     lengths = torch.tensor([0, 0, 0, 0, 0, 0, 4, 0, 2], device=device)
