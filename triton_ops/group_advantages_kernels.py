@@ -128,9 +128,9 @@ def group_kernel(
         above = tl.sum(sums) * each
         baseline = above
         if KIND == "opo":
-            tokens = tl.sum(length_sums)  # without one all lengths are alike
-            weighted = tl.sum(weighted_sums) * reciprocal(tl.where(tokens == 0, 1.0, tokens))
-            baseline = tl.where(tokens == 0, above, weighted)
+            tokens = tl.sum(length_sums)
+            baseline = tl.sum(weighted_sums) * reciprocal(tokens)
+            baseline = tl.where(tokens == 0, above, baseline)  # without a token all lengths are alike
 
         divisor = above
         if SCALE == "group":
