@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 from typing_extensions import Self
 
-from rlkernel.integrations._patch import Patch, PatchError
+from rlkernel.integrations._patch import Patch, PatchError, alone
 
 
 class CountedPatch(Patch):
@@ -39,9 +39,12 @@ class CountedPatch(Patch):
         warnings.warn(f"{self.name}() leaves {name} to {self.framework}: {reason}{advice}", stacklevel=3)
 
     def apply(self) -> Self:
-        if self.in_place() not in (None, self):
-            raise PatchError(f"no other patch of {self.framework} must be in place, got one: undo it first")
-        return super().apply()
+        with alone():
+            if self.in_place() not in (None, self):
+                raise PatchError(
+                    f"no other patch of {self.framework} must be in place, got one: undo it first"
+                )
+            return super().apply()
 
     def undo(self) -> None:
         was_active = self.active

@@ -8,12 +8,33 @@ an object that it does not know.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
+
+_lock = threading.RLock()  # of what patches hold and of ``_in_place``; nobody imports while it is held
+
+
+def _after_fork() -> None:
+    """The child of a fork has not the thread that held the lock, which would be held for ever."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def alone() -> AbstractContextManager[Any]:
+    """``with alone():`` no other thread applies or undoes a patch.  What holds it imports nothing: who
+    imports a module may wait for it (``_arrivals``)."""
+    return _lock
+
 
 ABSENT = object()
 """What an attribute holds that is not there: what is expected of one that a patch adds."""
@@ -53,7 +74,8 @@ class Patch:
     """A set of replacements that is applied and undone as one.
 
     A ``with`` over it leaves the patch as it found it: off, except inside another ``with`` or where a further
-    caller was handed a patch that was on already (``share``).
+    caller was handed a patch that was on already (``share``).  Threads that apply and undo at the same time
+    do so one after the other.
     """
 
     def __init__(self, name: str) -> None:
@@ -97,36 +119,45 @@ class Patch:
 
     def apply(self) -> Self:
         """Put the replacements in place; without effect while they are."""
-        if self.active:
-            return self
+        began = False
         try:
-            self._place(self._plan, self._everywhere)
-            self._unclaimed = True
-            _in_place.append(self)
+            with alone():
+                if self.active:
+                    return self
+                began = True
+                self._place(self._plan, self._everywhere)
+                self._unclaimed = True
+                _in_place.append(self)
         except BaseException:  # an interrupt may come behind any of these lines
-            self._take_back(0)
-            self._unclaimed = False
-            _in_place[:] = [patch for patch in _in_place if patch is not self]
+            if began:
+                with alone():
+                    self._take_back(0)
+                    self._unclaimed = False
+                    _in_place[:] = [patch for patch in _in_place if patch is not self]
             raise
         return self
 
     def _place(self, plan: list[Replacement], everywhere: list[tuple[str, str, Any, Any]]) -> None:
         """Put a plan in place: all of it, or nothing where something is not what it must be."""
-        modules = _modules(everywhere)
-        found = plan + [
-            Replacement(module, name, expected, new)
-            for package, name, expected, new in everywhere
-            for module in _holders(modules[package], name, expected)
-        ]
-        for entry in found:
-            entry.require(entry.expected, "patch")
-        before = len(self._done)
+        before = None
         try:
-            for entry in found:
-                self._done.append(entry)  # first: an interrupt between the two would leave it unknown
-                setattr(entry.owner, entry.name, entry.new)
+            with alone():
+                modules = _modules(everywhere)
+                found = plan + [
+                    Replacement(module, name, expected, new)
+                    for package, name, expected, new in everywhere
+                    for module in _holders(modules[package], name, expected)
+                ]
+                for entry in found:
+                    entry.require(entry.expected, "patch")
+                before = len(self._done)
+                for entry in found:
+                    self._done.append(entry)  # first: an interrupt between the two would leave it unknown
+                    setattr(entry.owner, entry.name, entry.new)
         except BaseException:
-            self._take_back(before)
+            if before is not None:
+                with alone():
+                    self._take_back(before)
             raise
 
     def _take_back(self, first: int) -> None:
@@ -140,24 +171,25 @@ class Patch:
         Raises ``PatchError``, and restores nothing, when an attribute holds neither what this patch put there
         nor what was there before.
         """
-        if not self.active:
-            return
-        self.require_in_place()
-        modules = _modules(self._everywhere)
-        late = [
-            Replacement(module, name, expected, new)
-            for package, name, expected, new in self._everywhere
-            for module in _holders(modules[package], name, new)
-            if not any(entry.owner is module and entry.name == name for entry in self._done)
-        ]
-        self._done += late
-        try:
-            while self._done:  # what an interrupt leaves can be undone by another call
-                self._take_back(len(self._done) - 1)
-        finally:
-            if not self._done:
-                self._unclaimed = False
-                _in_place[:] = [patch for patch in _in_place if patch is not self]
+        with alone():
+            if not self.active:
+                return
+            self.require_in_place()
+            modules = _modules(self._everywhere)
+            late = [
+                Replacement(module, name, expected, new)
+                for package, name, expected, new in self._everywhere
+                for module in _holders(modules[package], name, new)
+                if not any(entry.owner is module and entry.name == name for entry in self._done)
+            ]
+            self._done += late
+            try:
+                while self._done:  # what an interrupt leaves can be undone by another call
+                    self._take_back(len(self._done) - 1)
+            finally:
+                if not self._done:
+                    self._unclaimed = False
+                    _in_place[:] = [patch for patch in _in_place if patch is not self]
 
     def require_in_place(self) -> None:
         """Raise PatchError where ``undo`` would."""
@@ -174,8 +206,9 @@ class Patch:
         was_active, depth = self.active, len(self._entered)
         try:
             self.apply()
-            self._entered.append(self._unclaimed)
-            self._unclaimed = False
+            with alone():
+                self._entered.append(self._unclaimed)
+                self._unclaimed = False
         except BaseException:  # an interrupt: nobody would call __exit__
             del self._entered[depth:]
             if self.active and not was_active:

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import math
+import re
 import typing
 
 import numpy as np
@@ -199,6 +200,28 @@ def test_a_complex_number_is_named(name):
     value = torch.tensor(3 + 0j) if name == "num_items_in_batch" else torch.ones(2, dtype=torch.complex64)
     with pytest.raises(ValueError, match=rf"^{name} must be .*real number.*, got complex64"):
         rlkernel.policy_loss(ROWS, **POLICY, **{name: value})
+
+
+MASKED = {f: call for f, call in CALLS.items() if "mask" in inspect.signature(f).parameters}
+
+
+@pytest.mark.parametrize("function", MASKED, ids=lambda f: f.__name__)
+def test_what_is_no_mask_is_named(function):
+    """NaN is neither 0 nor what counts; a complex number is what no peer takes for a mask."""
+    names = ("mask", "nll_mask") if function is rlkernel.preference_loss else ("mask",)
+    call = MASKED[function]
+    shape = (8,) if function is rlkernel.group_advantages else (2, 4)
+    for name in names:
+        with pytest.raises(ValueError, match=rf"^{name} must be bool, integer or float, got complex64"):
+            function(**call | {name: torch.ones(shape, dtype=torch.complex64)})
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            mask = torch.ones(shape, dtype=dtype)
+            mask.view(-1)[-1] = math.nan
+            place = [size - 1 for size in shape]
+            with pytest.raises(
+                ValueError, match=rf"^{name}{re.escape(str(place))} must be a number, got nan"
+            ):
+                function(**call | {name: mask})
 
 
 def test_numbers_of_numpy_in_a_correction():

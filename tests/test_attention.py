@@ -215,6 +215,13 @@ def test_batches_without_rows(backend, device):
             assert out.shape == q.shape and lse.shape == (shape[0], 4, shape[1])
             out = rlkernel.attention(q[:, :3], k, v)
             assert out.shape == q[:, :3].shape
+        # columns of a wider tensor: without an element torch calls any strides contiguous
+        q, k, v = (torch.stack([x[0], x[0]], -1)[..., 0] for x in make(1, 0, device=device))
+        for x in (q, k, v):
+            x.requires_grad_()
+        out = rlkernel.attention(q, k, v, cu_seqlens_q=torch.tensor([0], device=device))
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        assert [x.shape for x in (out, *grads)] == [x.shape for x in (q, q, k, v)]
         starts = torch.tensor([0, 0, 7, 7], device=device)
         q, k, v = (x[0] for x in make(1, 7, device=device))
         assert rlkernel.attention(q, k, v, cu_seqlens_q=starts).shape == q.shape

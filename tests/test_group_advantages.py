@@ -112,6 +112,21 @@ def test_bits_of_a_group_depend_on_it_alone(backend, device, estimator):
         assert_equal(str(rows), part, whole[rows])
 
 
+@ON_EVERY_BACKEND
+def test_a_group_without_a_token_is_as_one_of_equal_lengths(backend, device):
+    """opo's mean over its tokens would be 0 / 0; one reward alone, and equal ones, give 0 all the same."""
+    r = torch.tensor([3.0, 1.5, 0.1, 0.1, 0.1, 2.0, 5.0, 6.0, 1.0], device=device)
+    starts = torch.tensor([0, 2, 5, 6, 9], device=device)
+    lengths = torch.tensor([0, 0, 0, 0, 0, 0, 4, 0, 2], device=device)
+    for singletons in ("zero", "reward"):
+        options = {"group_offsets": starts, "estimator": "opo", "singletons": singletons}
+        got = run(backend, r, lengths=lengths, **options)
+        alike = run(backend, r, lengths=torch.where(lengths.cumsum(0) == 0, 7, lengths), **options)
+        torch.testing.assert_close(got, alike, rtol=1e-6, atol=0)
+        assert got[:2].tolist() == [0.75, -0.75] and got[2:5].tolist() == [0, 0, 0]
+        assert got[5].item() == (2.0 if singletons == "reward" else 0.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @ON_EVERY_BACKEND
 def test_a_large_offset_costs_no_digits_and_equal_rewards_give_zero(backend, device, dtype):

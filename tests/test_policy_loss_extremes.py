@@ -197,3 +197,34 @@ def test_a_bounded_kl_that_overflows(backend, device, kl_estimator, weight):
     loss, metrics, grad = run(backend, tokens, **options, **more)
     assert loss == 2 * 10.0 - 3 and metric(metrics, "not_finite") == 0
     assert grad.tolist() == ([[-100.0, -21.0, -1.0]] if kl_estimator == "k3+" else [[-1.0] * 3])
+
+
+def dropped(inputs, loss_type):
+    """What a correction rejects, or dppo itself, and the options that make it do so."""
+    if loss_type.startswith("dppo"):
+        change = inputs["logprobs"].exp() - inputs["old_logprobs"].exp()
+        return (inputs["advantages"] * change > 0) & (change.abs() > 0.2), {"epsilon": 0.01}
+    ratio = (inputs["old_logprobs"] - inputs["rollout_logprobs"]).exp()
+    correction = RolloutCorrection("none", reject=(("token_k1", 0.8, 1.25),))
+    return (ratio < 0.8) | (ratio > 1.25), {"correction": correction}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "loss_type", [x for x in names.LOSS_TYPES if "_cov" not in x]
+)  # whose means are infinite
+@ON_EVERY_BACKEND
+def test_an_infinite_advantage_of_a_token_that_is_dropped_adds_nothing(backend, device, loss_type, level):
+    """0 times infinity is NaN: what is dropped is not multiplied by 0."""
+    inputs = make_inputs(4, 40, device=device, extras=loss_type[:4] != "dppo", drift=0.5)
+    where, options = dropped(inputs, loss_type)
+    options |= NEEDS.get(loss_type, {}) | {"importance_sampling_level": level, "loss_type": loss_type}
+    assert 10 < (where & inputs["mask"]).sum() < inputs["mask"].sum() - 10
+    infinite = inputs | {
+        "advantages": torch.where(where, inputs["advantages"] * math.inf, inputs["advantages"])
+    }
+    want, got = (run(backend, x, **options) for x in (inputs, infinite))
+    for name, a, b in zip(("loss", "metrics", "grad", "grad_entropy"), got, want, strict=False):
+        if b is not None:
+            assert_equal(name, a, b)
+    assert metric(got[1], "not_finite") == 0

@@ -52,7 +52,8 @@ def at_most_fp32(what: str, count: int = 1) -> Callable[..., list[str]]:
 
 
 def dense_reasons(name: str, tensor: Tensor) -> list[str]:
-    if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1:
+    # of no elements: torch calls that contiguous, whatever its strides are
+    if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 or not tensor.numel():
         return []
     return [f"{name} must be dense in the last dimension, got strides {tensor.stride()}"]
 

@@ -128,7 +128,9 @@ def group_kernel(
         above = tl.sum(sums) * each
         baseline = above
         if KIND == "opo":
-            baseline = tl.sum(weighted_sums) * reciprocal(tl.sum(length_sums))
+            tokens = tl.sum(length_sums)
+            baseline = tl.sum(weighted_sums) * reciprocal(tokens)
+            baseline = tl.where(tokens == 0, above, baseline)  # without a token all lengths are alike
 
         divisor = above
         if SCALE == "group":

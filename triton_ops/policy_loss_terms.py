@@ -139,7 +139,9 @@ def term(ratio, advantage, logprob, old_logprob, phi_positive, phi_negative, rul
     elif C.term == Term.dppo:
         is_low, is_high = moved_too_far(rule.low, rule.high, advantage, logprob, old_logprob, C.divergence)
         held = tl.where(ratio > rule.dual, rule.dual, ratio)
-        value, direct = likelihood(tl.where(is_high | is_low, 0.0, held), advantage, logprob)
+        held = tl.where(is_high | is_low, 0.0, held)
+        advantage = tl.where(held == 0, 0.0, advantage)  # 0 times an infinite one is NaN
+        value, direct = likelihood(held, advantage, logprob)
         is_far = ratio > rule.dual
     elif C.term == Term.vespo:
         value, direct = likelihood(tl.where(negative, phi_negative, phi_positive), advantage, logprob)

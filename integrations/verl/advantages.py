@@ -73,7 +73,7 @@ def _grouped(given: Arguments, rewards: Tensor | None = None, **options: Any) ->
 def _spread(advantages: Tensor, given: Arguments) -> Pair:
     """Of each response, to its tokens: verl's advantages, which are its returns too."""
     mask = given["response_mask"]
-    found = torch.where(mask != 0, advantages[:, None] * mask, 0)  # opo's of a group without a token is NaN
+    found = torch.where(mask != 0, advantages[:, None] * mask, 0)  # also of a group whose rewards hold NaN
     return found, found
 
 

@@ -165,10 +165,8 @@ def mask(tensor: Tensor | None, other: str, reference: Tensor) -> Tensor | None:
     if tensor is None:
         return None
     is_tensor("mask", tensor)
-    if tensor.is_complex():
-        raise ValueError(f"mask must be bool, integer or float, got {name(tensor.dtype)}")
     like("mask", tensor, other, reference)
-    kept = tensor if tensor.dtype == torch.bool else tensor != 0
+    kept = nonzero("mask", tensor)
     return kept if kept.dim() == 0 or kept.stride(-1) == 1 or kept.shape[-1] < 2 else kept.contiguous()
 
 
@@ -176,7 +174,18 @@ def flags(argument: str, tensor: Tensor, other: str, reference: Tensor) -> Tenso
     """True where ``tensor`` is not 0, side by side; it has the shape and the device of ``reference``."""
     is_tensor(argument, tensor)
     like(argument, tensor, other, reference)
-    return (tensor if tensor.dtype == torch.bool else tensor != 0).contiguous()
+    return nonzero(argument, tensor).contiguous()
+
+
+def nonzero(argument: str, tensor: Tensor) -> Tensor:
+    """True where ``tensor`` is not 0.  NaN is neither: looked for on a CPU, and on a GPU in debug mode."""
+    if tensor.dtype == torch.bool:
+        return tensor
+    if tensor.is_complex():
+        raise ValueError(f"{argument} must be bool, integer or float, got {name(tensor.dtype)}")
+    if tensor.is_floating_point() and debug.may_read(tensor) and bool((unknown := tensor != tensor).any()):
+        raise ValueError(f"{argument}{unknown.nonzero()[0].tolist()} must be a number, got nan")
+    return tensor != 0
 
 
 def item_count(

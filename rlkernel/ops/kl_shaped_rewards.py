@@ -37,7 +37,8 @@ def kl_shaped_rewards(
     is not set, whatever stands there.  A token's bits depend on its sequence alone.
 
     Args:
-        rewards: per token [B, L] or packed [N]; or per sequence [B] or [S] (per token where S = N).
+        rewards: per token [B, L] or packed [N]; or per sequence [B] or [S]; with as many packed sequences as
+            tokens [1, N] or [S, 1].
         logprobs: [B, L], or [N] with ``cu_seqlens``, of the policy that sampled the tokens.
         ref_logprobs: of the reference policy, the same shape.
         mask: of the same shape, nonzero where a token counts; None means everywhere.

@@ -115,7 +115,7 @@ def value_loss(
     other = values.dtype if alike else dtype
     call = ValueLossCall(
         values=_validate.rows(values, values.dtype), returns=_validate.rows(returns, other),
-        mask=_validate.rows(mask, torch.bool),
+        mask=_validate.rows(_validate.nonzero("mask", mask), torch.bool),
         old_values=None if old_values is None else _validate.rows(old_values, other),
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(), num_items=items,
         cliprange=cliprange, huber_delta=huber_delta if loss == "huber" else None, unit=UNITS[loss_agg_mode],

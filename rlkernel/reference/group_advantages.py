@@ -44,8 +44,11 @@ def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:
         if estimator == "opo":
             assert share is not None
             length = torch.where(counts, share, 0)
-            above = _tree(length * group.shifted, starts, ends) / _tree(length, starts, ends)
-            return torch.where(one, own, torch.where(group.shifted == above, 0, group.shifted - above))
+            tokens = _tree(length, starts, ends)
+            above = _tree(length * group.shifted, starts, ends) / tokens
+            apart = torch.where(group.shifted == above, 0, group.shifted - above)
+            # without a token all lengths are alike
+            return torch.where(one, own, torch.where(tokens == 0, group.deviation, apart))
         if estimator == "maxrl":
             return torch.where(one, own, _over(group.deviation, group.mean, eps))
         if estimator == "grpo_passk":

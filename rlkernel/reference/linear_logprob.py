@@ -67,10 +67,12 @@ def backward(call: LinearLogprobCall, results: LinearLogprobResults, grads: RowG
 
 
 def _operands(call: LinearLogprobCall) -> tuple[Tensor, Tensor]:
-    """What is multiplied: hidden and weight in the product's dtype, or the numbers that FP8 stands for."""
+    """What is multiplied: hidden and weight in the product's dtype, or the numbers that FP8 stands for.
+
+    Of a row that is ignored 0: a product with the gradient 0 would spread its NaN over the weight's."""
+    h = torch.where((call.target_ids == call.ignore_index)[:, None], 0, _widened(call.hidden, call.head))
     if call.weight_scale is None:
-        return _widened(call.hidden, call.head), _widened(call.weight, call.head)
-    h = _widened(call.hidden, call.head)
+        return h, _widened(call.weight, call.head)
     w = call.weight.to(h.dtype) * _spread(call.weight_scale, call.weight_block, call.weight.shape)
     return (_rounded_to_fp8(h, call), w) if call.input_scheme else (h, _widened(w, call.head))
 

@@ -118,11 +118,14 @@ def _total(rows: _Rows, call: PolicyLossCall) -> tuple[Tensor, dict[str, Tensor]
         log_ratio = mean if level == "sequence" else log_ratio - log_ratio.detach() + mean.detach()
     ratio = _Exp.apply(log_ratio.clamp(-rule.log_clip, rule.log_clip))
 
+    # of what is dropped below nothing comes back: an infinite derivative times 0 is NaN
+    counted = kept if call.selected is None or term == "surrogate" else kept & ~call.selected
+    own, live = _connected(counted, ratio), _connected(counted, logp)
     if term == "vespo":
-        loss = _vespo(rows, rule, difference, advantages, logp, log_weight, mask)
+        loss = _vespo(rows, rule, difference, advantages, live, log_weight, mask)
         low = high = far = torch.zeros_like(ratio)
     else:
-        loss, low, high, far = _term(rule, ratio, advantages, logp, old)
+        loss, low, high, far = _term(rule, own, advantages, live, old)
     if call.selected is not None:
         if term == "surrogate":
             loss = loss + torch.where(call.selected, rule.coefficient * difference.abs(), 0)
@@ -204,6 +207,11 @@ class _Of(torch.autograd.Function):
         return grad, None
 
 
+def _connected(where: Tensor, x: Tensor) -> Tensor:
+    """``x``, which has a gradient where ``where`` is true."""
+    return torch.where(where, x, x.detach())
+
+
 def _term(
     rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -234,8 +242,8 @@ def _term(
         low, high = (advantages < 0) & (difference < rule.low), (advantages > 0) & (difference > rule.high)
     elif term == "dppo":
         low, high = _moved_too_far(rule.divergence, rule.low, rule.high, advantages, logp.detach(), old)
-        loss = -ratio.clamp(max=rule.dual).detach() * advantages * logp
-        loss, far = torch.where(low | high, 0, loss), ratio > rule.dual
+        advantages = torch.where(low | high, 0, advantages)  # which may be infinite
+        loss, far = -ratio.clamp(max=rule.dual).detach() * advantages * logp, ratio > rule.dual
     elif term == "surrogate":
         loss = -ratio * advantages
     else:

@@ -1,8 +1,12 @@
 """The machinery under every integration: all or nothing, in both directions."""
 
 import logging
+import os
+import signal
 import sys
+import threading
 import types
+import warnings
 
 import pytest
 
@@ -198,3 +202,82 @@ def test_a_counted_patch_warns_of_a_reason_once_and_sums_up_once(caplog):
         "1 calls ran on rlkernel, 4 were left to Framework"
         "\n  2 x f: a reason\n  1 x g: a reason\n  1 x f: an expected reason"
     )
+
+
+class Interrupted(types.ModuleType):
+    """While ``f`` is set, or taken away, the other thread has its turn."""
+
+    def __setattr__(self, name, value):
+        if name == "f" and (turn := vars(self).get("turn")) is not None:
+            turn()
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("first", ["apply", "undo", "with"])
+@pytest.mark.parametrize("second", ["apply", "undo", "with"])
+def test_threads_apply_and_undo_one_after_the_other(first, second):
+    """Of two at the same time the second one finds all of what the first one did, or nothing of it."""
+    module, others = Interrupted("owner"), [types.ModuleType(str(i)) for i in range(3)]
+    made = Patch("threads")
+    for owner in (module, *others):
+        owner.f = state
+        made.replace(owner, "f", new_f, expected=state)
+    if first == "undo":
+        made.apply()
+    errors, began = [], threading.Event()
+
+    def run(what):
+        try:
+            if what == "with":
+                with made:
+                    pass
+            else:
+                getattr(made, what)()
+        except Exception as error:
+            errors.append(error)
+
+    def other():
+        began.set()
+        run(second)
+
+    thread = threading.Thread(target=other)
+
+    def turn():
+        vars(module).pop("turn")
+        thread.start()
+        began.wait(60)
+        thread.join(0.2)  # ends where it does not wait for the first one, as it must
+
+    vars(module)["turn"] = turn
+    run(first)
+    thread.join(60)
+    assert not errors
+    if first == second == "with":
+        assert not made.active, "whoever leaves last"
+    made.undo()
+    assert {owner.f for owner in (module, *others)} == {state}
+    assert not made.active and made not in _patch._in_place
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_has_not(patch):
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with _patch.alone():
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    with warnings.catch_warnings():  # Python 3.12 warns of threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        patch.apply()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0

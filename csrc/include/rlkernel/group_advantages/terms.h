@@ -76,7 +76,10 @@ RLKERNEL_TEAM_FUNCTION GroupStatistics statistics(const Team& team, const GroupA
     if (a.estimator == Estimator::opo) lengths += a.lengths[i], s.baseline += a.lengths[i] * d;
   }
   s.above = team.sum(s.above) / s.count;
-  if (a.estimator == Estimator::opo) s.baseline = team.sum(s.baseline) / team.sum(lengths);
+  if (a.estimator == Estimator::opo) {
+    const double weighted = team.sum(s.baseline), tokens = team.sum(lengths);
+    s.baseline = tokens == 0 ? s.above : weighted / tokens;  // without a token all lengths are alike
+  }
   if (a.scale == RewardScale::group) {
     for (int64_t p = start + team.lane; p < end; p += Team::kStride) {
       const int64_t i = response_at(a, p);

@@ -164,7 +164,9 @@ RLKERNEL_INLINE Term_<F> term(const PolicyLossRule& rule, const Token<F>& x) {
     case Term::dppo: {
       const Moved<F> moved =
           moved_too_far(rule.divergence, rule.low, rule.high, x.advantage, x.logprob, x.old_logprob);
-      Term_<F> t = likelihood(keep(not_(either(moved.low, moved.high)), smaller(spread<F>(rule.dual), x.ratio)), x);
+      Token<F> y = x;  // without an advantage that may be infinite, where 0 times it would be NaN
+      y.advantage = keep(not_(either(moved.low, moved.high)), x.advantage);
+      Term_<F> t = likelihood(smaller(spread<F>(rule.dual), x.ratio), y);
       t.low = moved.low;
       t.high = moved.high;
       t.far = x.ratio > rule.dual;
