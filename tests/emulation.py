@@ -28,7 +28,7 @@ CSRC = ROOT / "csrc"
 CXX = os.environ.get("CXX", "g++")
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 FLAGS = ["-std=c++17", "-ffp-contract=off", *WARNINGS, "-DRLKERNEL_EMULATION"]
-SANITIZERS = ["-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZERS = ["-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 VENDOR = {32: "cuda", 64: "hip"}  # whose sources run with warps of so many threads
 Faults = Mapping[str, tuple[str, str]]  # header: (text that stands there once, replacement)
 
@@ -39,12 +39,14 @@ def module(warp: int) -> types.ModuleType:
     return load(build_module(warp))
 
 
-def build_module(warp: int, faults: Faults | None = None, sanitizers: Sequence[str] = ()) -> Path:
-    """Compiles the module, with `faults` planted in its headers."""
+def build_module(
+    warp: int, faults: Faults | None = None, sanitizers: Sequence[str] = (), sources: str = ""
+) -> Path:
+    """Compiles the module, with `faults` planted in its headers, as sources see them whose names match."""
     include = f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}"
     common = ["-fPIC", "-fvisibility=hidden", *sanitizers]
     op_flags = ["-O0" if sanitizers else "-O1", *common]
-    objects = _objects(["module.cpp", "emulation.cpp"], warp, faults, [*common, *include], op_flags)
+    objects = _objects(warp, faults, sources, common, op_flags, [*common, *include])
     # a name of its own: Python takes two extensions of one name for the same
     name = f"emulated{warp}_{hashlib.sha256(repr((faults, *sanitizers)).encode()).hexdigest()[:8]}"
     flags = ["-shared", f"-Wl,--defsym=PyInit_{name}=PyInit_emulated", *sanitizers]
@@ -88,14 +90,23 @@ def load(path: Path) -> types.ModuleType:
 
 
 def _objects(
-    hosts: list[str], warp: int, faults: Faults | None, host_flags: list[str], op_flags: list[str]
+    warp: int,
+    faults: Faults | None,
+    sources: str,
+    common: list[str],
+    op_flags: list[str],
+    module_flags: list[str],
 ) -> list[Path]:
-    """Of the hosts and of every op; those of a fault first, where a linker takes inline functions from."""
+    """Of the emulation, of every op, and of the module, which takes the longest and is one for both warps;
+    those of a fault first, where a linker takes inline functions from."""
     define = f"-DRLKERNEL_WARP={warp}"
     op_flags = [*op_flags, define, "-x", "c++"]
     ops = {p.stem: p for p in sorted((CSRC / VENDOR[warp]).iterdir()) if p.stem != "errors"}
-    jobs = [(CSRC / "emulation" / host, [*host_flags, define], None) for host in hosts]
-    for name in _showing(next(iter(faults)), ops) if faults else ():
+    host = CSRC / "emulation"
+    jobs = [(host / "module.cpp", module_flags, None)]
+    jobs += [(host / name, [*common, define], None) for name in ("emulation.cpp", "primitives.cpp")]
+    showing = _showing(next(iter(faults)), ops) if faults else []
+    for name in filter(re.compile(sources).search, showing):
         jobs.insert(0, (ops.pop(name), [*op_flags, "-O0"], faults))
     jobs += [(path, op_flags, None) for path in ops.values()]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

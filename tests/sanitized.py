@@ -32,12 +32,13 @@ class Checked:
 
         def called(*stream, **fields):
             tensors = {k: x for k, x in fields.items() if isinstance(x, torch.Tensor)}
-            copies = [placed(tensors, offset) for offset in OFFSETS]
+            offsets = OFFSETS if any(k in ROWS for k in tensors) else OFFSETS[:1]
+            copies = [placed(tensors, offset) for offset in offsets]
             for ours in copies:
                 kernel(*stream, **fields | ours)
             getattr(self.plain, name)(*stream, **fields)
             for k, x in tensors.items():
-                for offset, ours in zip(OFFSETS, copies, strict=True):
+                for offset, ours in zip(offsets, copies, strict=True):
                     assert torch.equal(bits(ours[k]), bits(x)), f"{name}: {k} differs, offset {offset}"
 
         return called

@@ -377,8 +377,10 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name):
     is_right, header, *fault = FAULTS[name]
-    for planted in ({}, {header: tuple(fault)}):
-        kernels = emulation.load(emulation.build_module(32, planted)) if planted else emulation.module(32)
+    broken = emulation.build_module(
+        32, {header: tuple(fault)}, sources=r"sampling(_bf16)?$"
+    )  # what is asked of each is of bf16
+    for kernels, planted in ((emulation.module(32), False), (emulation.load(broken), True)):
         kernels.configure(1, 1)  # a row after the other
         with native.emulated(kernels):
             assert is_right() == (not planted)

@@ -1,7 +1,12 @@
 """The corrections of Triton's interpreter, on which every other test of a Triton kernel rests."""
 
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
+import triton_shortcuts
 from backends import INTERPRETED, NO_INTERPRETER
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -173,3 +178,97 @@ def test_device_functions_and_the_language_after_a_launch():
     calling_kernel[(1,)](x, out, N=8)
     assert out.item() == x.max().item()
     assert is_builtin(tl.load) and is_builtin(tl.core.load), "a launch must leave the language as it found it"
+
+
+# the shortcuts
+
+OPERATORS = [
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "and",
+    "rand",
+    "or",
+    "ror",
+    "getitem",
+]
+NUMBERS = (0, 3, -2, 2**31, 2**40, -0.0, 0.1, -1e30, 1e-42, 1e200, float("inf"), float("nan"), True)
+KINDS = (
+    tl.float32, tl.float64, tl.int32, tl.int64, tl.uint32, tl.int1, tl.float16, tl.bfloat16,
+    tl.pointer_type(tl.float32), tl.pointer_type(tl.int1),
+)  # fmt: skip
+
+
+def operands():
+    """Of each dtype a tile, one that lies column by column, a row, a column, and a number."""
+    from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+
+    random = np.random.default_rng(0)
+    for dtype in KINDS:
+        kind = np.dtype(np.uint64 if dtype.is_ptr() else _get_np_dtype(dtype))
+        tile = (20 * random.standard_normal((4, 8)) * (np.arange(8) > 0) + 0.1 * (np.arange(8) == 0)).astype(
+            kind
+        )
+        for data in (
+            tile,
+            np.asfortranarray(tile),
+            tile[:1],
+            tile[:, :1],
+            tile[0],
+            np.broadcast_to(tile[:1], (4, 8)),
+        ):
+            yield tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)))
+        yield tl.tensor(TensorHandle(tile[0, :1], dtype), dtype)
+
+
+def outcome(method, *arguments):
+    """All that anything after it may depend on."""
+    try:
+        found = method(*arguments)
+    except Exception as error:
+        return type(error)
+    data = found.handle.data
+    steps = [step for step, n in zip(data.strides, data.shape, strict=True) if n > 1]
+    kinds = str(found.type), str(found.dtype), str(found.handle.dtype), str(found.shape), data.dtype
+    return *kinds, data.shape, steps, data.tobytes()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_shortcut_leads_where_the_long_way_does(name):
+    from triton.runtime import interpreter
+
+    taken = []
+    semantic, shortcuts = interpreter.interpreter_semantic, triton_shortcuts.Shortcuts(interpreter)
+    long_way = vars(tl.tensor)[f"__{name}__"].__wrapped__
+
+    def plain(*arguments):
+        return long_way(*arguments, _semantic=semantic)
+
+    def counted(*arguments):
+        taken.append(1)
+        return plain(*arguments)
+
+    short = shortcuts.of(f"__{name}__", counted)
+    scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    whole, others = slice(None), list(operands())
+    others += [(None, whole), (whole, None), (whole, None, whole)] if name == "getitem" else NUMBERS
+    calls = 0
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for x in operands():
+                for y in others:
+                    calls += 1
+                    assert outcome(short, x, y) == outcome(plain, x, y), (x, x.handle.data.strides, y)
+    finally:
+        scope.restore()
+    assert 0 < len(taken) < calls

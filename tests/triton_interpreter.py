@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import triton_shortcuts
 
 _installed = False
 
@@ -92,7 +93,16 @@ def dot_in_order(a: np.ndarray, b: np.ndarray, sums: np.ndarray, dtype: str, pre
     """``sums + a @ b`` in the dtype of ``sums``: over K in order, sixteen products to a rounding."""
     wide = np.float64 if sums.dtype.kind == "f" else sums.dtype  # holds a product of two fp32 exactly
     a, b = a.astype(wide), b.astype(wide)
+    # NumPy adds up along the first axis row by row, and in other orders where there is nothing but that axis
+    at_once = a.ndim == 2 and 1 < sums.size <= 2048  # of larger ones, the products leave the cache
     for start in range(0, a.shape[-1], 16):
+        if at_once:
+            x, y = a[:, start : start + 16].T, b[start : start + 16]
+            terms = np.empty((len(y) + 1, *sums.shape), wide)
+            terms[0] = sums
+            np.multiply(x[:, :, None], y[:, None, :], out=terms[1:])
+            sums = np.add.reduce(terms, axis=0).astype(sums.dtype)
+            continue
         total = sums.astype(wide)
         for k in range(start, min(start + 16, a.shape[-1])):
             total += a[..., :, k, None] * b[..., None, k, :]
@@ -215,19 +225,27 @@ def _patch_the_language_once(interpreter: Any) -> None:
     import triton.language as tl
 
     everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    launch = interpreter.GridExecutor.__call__
+    launch, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patched = False
+
+    def patch_once(function: Any) -> Any:
+        return interpreter._LangPatchScope() if patched else patch_lang(function)
 
     def call_grid(self: Any, *args: Any, **kwargs: Any) -> None:
-        scope = interpreter._patch_lang(everything)
+        nonlocal patched
+        outermost, scope = not patched, patch_once(everything)
+        patched = True
         try:
             with np.errstate(all="ignore"):
                 launch(self, *args, **kwargs)
         finally:
+            patched = not outermost
             scope.restore()
 
     def call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.rewrite()(*args, **kwargs)
 
+    interpreter._patch_lang = patch_once
     interpreter.GridExecutor.__call__ = call_grid
     interpreter.InterpretedFunction.__call__ = call_device_function
 
@@ -279,7 +297,11 @@ def _know_types_again(interpreter: Any) -> None:
     plain_equal = tl.dtype.__eq__
 
     def equal(self: Any, other: Any) -> bool:
-        return self is other or plain_equal(self, other)
+        if self is other:
+            return True
+        if type(self) is type(other) is tl.dtype:
+            return self.name == other.name
+        return plain_equal(self, other)
 
     interpreter._get_np_dtype = get_np_dtype
     tl.block_type.__init__ = init_block
@@ -361,14 +383,23 @@ def _convert_only_what_differs(interpreter: Any) -> None:
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
 
     semantic = interpreter.interpreter_semantic
+    shortcuts = triton_shortcuts.install(interpreter, semantic)
+    calls: dict[Any, Any] = {}
 
     def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        plain = getattr(member, "__wrapped__", member)  # without a look whether it is given the semantic
+        if (obj, name) not in calls:
+            calls[obj, name] = member, call_of(obj, name, getattr(member, "__wrapped__", member))
+        known, call = calls[obj, name]
+        assert known is member, f"{name} of Triton's language is another one than at the first launch"
+        scope.set_attr(obj, name, call)
+
+    def call_of(obj: Any, name: str, plain: Any) -> Any:
+        """Without a look whether it is given the semantic."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = semantic
             return plain(*args, **kwargs)
 
-        scope.set_attr(obj, name, call)
+        return shortcuts.of(name, call) if obj is tl.tensor else call
 
     interpreter._patch_attr = patch_attr

@@ -35,11 +35,23 @@ bool same_place(const Fiber& a, const Fiber& b) {
   return a.state == b.state && a.site.line == b.site.line && std::strcmp(a.site.file, b.site.file) == 0;
 }
 
+// Kept from launch to launch: the system clears fresh pages, and a sanitizer marks all of them, which takes longer than most kernels.
+char* stacks_of(size_t bytes) {
+  thread_local std::unique_ptr<char[]> kept;
+  thread_local size_t room = 0;
+  if (room < bytes) {
+    kept.reset();
+    kept.reset(new char[bytes]);
+    room = bytes;
+  }
+  return kept.get();
+}
+
 // Blocks that run at once: one, where the grid has no clusters.
 class Cluster {
  public:
   Cluster(unsigned blocks, unsigned threads, const std::function<void()>& kernel)
-      : fibers_(blocks * threads), stacks_(new char[blocks * threads * kStack]), shared_(blocks), running_(blocks), kernel_(kernel) {
+      : fibers_(blocks * threads), stacks_(stacks_of(blocks * threads * kStack)), shared_(blocks), running_(blocks), kernel_(kernel) {
     size_.x = threads;
     for (std::vector<char>& memory : shared_) memory.resize(kSharedMemory + 16);
   }
@@ -57,7 +69,7 @@ class Cluster {
       fibers_[f].index.x = f % size_.x;
       fibers_[f].block = f / size_.x;
       fibers_[f].state = State::ready;
-      fibers_[f].context.prepare(stacks_.get() + f * kStack, kStack, &Cluster::enter);
+      fibers_[f].context.prepare(stacks_ + f * kStack, kStack, &Cluster::enter);
       ready_[f] = static_cast<unsigned>(fibers_.size()) - 1 - f;  // taken from the end: in order where nothing is drawn
     }
     rank_.clear();
@@ -198,7 +210,7 @@ class Cluster {
   }
 
   std::vector<Fiber> fibers_;
-  std::unique_ptr<char[]> stacks_;
+  char* stacks_;
   std::vector<std::vector<char>> shared_;  // of each block; a site lies at the same place in all
   std::vector<unsigned> running_;          // threads of each block that are in the kernel
   const std::function<void()>& kernel_;

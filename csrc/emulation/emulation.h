@@ -16,11 +16,7 @@
 #ifndef RLKERNEL_WARP
 #define RLKERNEL_WARP 32
 #endif
-#if RLKERNEL_WARP == 64
-#define RLKERNEL_DEVICE hip
-#else
-#define RLKERNEL_DEVICE cuda
-#endif
+#define RLKERNEL_DEVICE emulated
 
 #define __global__
 #define __device__
@@ -32,11 +28,6 @@
     static const char site = 0;                                        \
     return ::rlkernel::emulation::shared_memory(&site, sizeof(type));  \
   }())
-
-namespace rlkernel {
-namespace RLKERNEL_DEVICE {}
-namespace emulated = RLKERNEL_DEVICE;
-}  // namespace rlkernel
 
 namespace rlkernel::emulation {
 
