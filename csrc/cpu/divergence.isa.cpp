@@ -127,7 +127,7 @@ struct Mixture {
   Ahead of(Floats ahead) const {
     const Floats apart = ahead > level ? -ahead : ahead;  // of the other one, from the one that is taken out
     const Floats share = ahead > level ? rest_of_1 : beta, larger = ahead > level ? beta : rest_of_1;
-    const Floats e = exp(exp.cut(where(above(apart, broadcast(88.0f)), broadcast(88.0f), apart)));
+    const Floats e = exp(exp.cut(apart > 88.0f ? broadcast(88.0f) : apart));
     const Floats less = share * exp_less_one(apart, e), sum = 1.0f + less;
     const Floats rest = max(fma(share, e, larger), broadcast(std::numeric_limits<float>::min()));
     // near 1 what 1 + less has lost is found again; far from it `less` has lost the larger one's share
