@@ -128,6 +128,32 @@ def test_offsets_and_equal_rows(backend, device, beta):
 
 
 @ON_EVERY_BACKEND
+@pytest.mark.parametrize("beta", BETAS)
+def test_near_each_other_the_digits_stay(backend, device, beta):
+    """Of distributions nearly one the divergence is far below what its terms are rounded to; never below 0."""
+    for vocab in (30, 300) if is_slow(backend, device) else (30, 5000):
+        for apart in (1e-2, 1e-3, 1e-4):
+            inputs = make_inputs(5, vocab, device=device, apart=apart)
+            got, truth = run(backend, inputs, beta=beta), run("reference", double(inputs), beta=beta)
+            lost = (got["divergence"] / truth["divergence"] - 1).abs().max()
+            assert lost < 2e-6 / apart and (got["divergence"] >= 0).all()
+            far = (got["grad"] - truth["grad"]).norm() / truth["grad"].norm()
+            assert far < 2e-6 / apart
+
+
+@ON_EVERY_BACKEND
+def test_a_beta_that_fp32_has_not(backend, device):
+    """1 - beta has its digits too, which alone the gradient and the logarithm of the mixture have of it."""
+    x = torch.tensor([[1.0, 2.0, 0.0, 0.5]], device=device)
+    y = torch.tensor([[1.0, -200.0, 1.0, 0.3]], device=device)
+    inputs = {"logits": x, "teacher_logits": y}
+    for beta in (1 - 1e-8, 1 - 3e-6, 3e-6, 1e-8):
+        got, truth = run(backend, inputs, beta=beta), run("reference", double(inputs), beta=beta)
+        for name in ("divergence", "grad"):
+            assert (got[name] - truth[name]).norm() < 1e-5 * truth[name].norm(), (beta, name)
+
+
+@ON_EVERY_BACKEND
 def test_tokens_without_probability(backend, device):
     """-inf in one or both rows; F.kl_div, and TRL's function with it, gives NaN."""
     inputs = make_inputs(4, 9, device=device)

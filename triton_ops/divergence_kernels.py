@@ -7,6 +7,7 @@ from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, load_bloc
 from rlkernel.triton_ops.rms_norm_kernels import start_of
 
 SMALLEST = tl.constexpr(2.0**-126)
+NEAR = tl.constexpr(1 / 16)  # KL below which a row is read again for its digits
 
 # the strides are specialised: of multiples of 16 rows are loaded 16 bytes at a time
 jit = triton.jit(do_not_specialize=["x_inner", "y_inner", "out_inner", "spans"])
@@ -31,38 +32,56 @@ def rise(old, new):
 
 
 @triton.jit
-def exp_less_one(x, e):
-    """exp(x) - 1 for x <= 0 with the digits of a small one: its series below 0.35, where 1 takes some away.
-
-    ``e`` is exp(x).
-    """
+def exp_series(x):
+    """(exp(x) - 1 - x) / x^2 of an x within 0.35 of 0."""
     series = tl.full(x.shape, 1.0 / 5040, tl.float32)
     series = tl.fma(series, x, 1.0 / 720)
     series = tl.fma(series, x, 1.0 / 120)
     series = tl.fma(series, x, 1.0 / 24)
     series = tl.fma(series, x, 1.0 / 6)
-    series = tl.fma(series, x, 0.5)
-    return tl.where(x > -0.35, tl.fma(x * x, series, x), e - 1.0)
+    return tl.fma(series, x, 0.5)
+
+
+@triton.jit
+def exp_less_one(x, e):
+    """exp(x) - 1 with the digits of a small one: its series within 0.35, where 1 takes some away.
+
+    ``e`` is exp(x).
+    """
+    return tl.where(tl.abs(x) < 0.35, tl.fma(x * x, exp_series(x), x), e - 1.0)
+
+
+@triton.jit
+def surplus(weight, other, ahead):
+    """``weight * ahead + (other - weight)``, with ``ahead = log weight - log other``.
+
+    It is what an element adds to KL(weight || other), as both add up to 1.  None is below 0, and a small one
+    has its digits.
+    """
+    near = weight * (ahead * ahead) * exp_series(-ahead)
+    return tl.where(tl.abs(ahead) < 0.35, near, counted(weight, ahead) + (other - weight))
 
 
 @triton.jit
 def ahead_of_mixture(ahead, beta):
     """``log p - log m`` and ``log q - log m``, with ``m = (1 - beta) p + beta q``, of ``log q - log p``.
 
-    The larger of p and q is taken out of m: what is left is 1 where they are equal, and no difference of two
-    large logarithms is taken.
+    The larger of m's two parts is taken out of it: what p, or q, is ahead is then no difference, and keeps
+    its digits where it is small, as it is of equal rows and of a beta (fp64) near 0 or 1.
     """
-    behind = -tl.abs(ahead)
-    share, larger = tl.where(ahead > 0, 1.0 - beta, beta), tl.where(ahead > 0, beta, 1.0 - beta)
-    e = tl.exp2(behind * LOG2E)
-    less = share * exp_less_one(behind, e)
+    level = (tl.log(1.0 - beta) - tl.log(beta)).to(tl.float32)  # above it the teacher's part is the larger
+    student, teacher = (1.0 - beta).to(tl.float32), beta.to(tl.float32)
+    apart = tl.where(ahead > level, -ahead, ahead)  # of the other one, from the one that is taken out
+    share, larger = tl.where(ahead > level, student, teacher), tl.where(ahead > level, teacher, student)
+    e = tl.exp2(tl.minimum(apart, 88.0) * LOG2E)
+    less = share * exp_less_one(apart, e)
     total = 1.0 + less
     rest = tl.maximum(tl.fma(share, e, larger), SMALLEST)
     # near 1 what 1 + less has lost is found again; far from it `less` has lost the larger one's share
     lost = tl.where(less > -0.5, (less - (total - 1.0)) / total, 0.0)
     near = -(tl.log(tl.where(less > -0.5, total, rest)) + lost)
-    far = behind + near
-    return tl.where(ahead > 0, far, near), tl.where(ahead > 0, near, far)
+    far = near + apart
+    return tl.where(ahead > level, far, near), tl.where(ahead > level, near, far)
 
 
 @triton.jit
@@ -147,19 +166,30 @@ def divergence_forward_kernel(
     if entropy is not None:
         row_own = tl.sum((own - counted(s, up)).to(tl.float64) * factor)
         tl.store(entropy + row, (log_sum - row_own * inverse / total).to(tl.float32))
-    if FORWARD:
-        row_gap = tl.sum((gap + counted(teacher_s, up - teacher_up)).to(tl.float64) * teacher_factor)
-        found = row_gap * inverse / teacher_total + (log_sum - teacher_log_sum)
+    inverse_sum, inverse_teacher_sum = (1.0 / total).to(tl.float32), (1.0 / teacher_total).to(tl.float32)
+    apart, inverse_t = (log_sum - teacher_log_sum).to(tl.float32), inverse.to(tl.float32)
+    if FORWARD or REVERSE:
+        if FORWARD:
+            row_gap = tl.sum((gap + counted(teacher_s, up - teacher_up)).to(tl.float64) * teacher_factor)
+            found = row_gap * inverse / teacher_total + (log_sum - teacher_log_sum)
+        else:
+            row_gap = tl.sum((gap + counted(s, teacher_up - up)).to(tl.float64) * factor)
+            found = row_gap * inverse / total + (teacher_log_sum - log_sum)
+        if found < NEAR:  # of a difference of two numbers that large little is left
+            parts = tl.zeros((LANES,), tl.float32)
+            for start in range(0, V, BLOCK):
+                a = load_block(x, start, V, SCATTERED, LANES, VEC).to(tl.float32)
+                b = load_block(y, start, V, SCATTERED, LANES, VEC).to(tl.float32)
+                p, q, ahead = pair_of(
+                    a, b, top, teacher_top, c, inverse_sum, inverse_teacher_sum, inverse_t, apart
+                )
+                part = surplus(q, p, ahead) if FORWARD else surplus(p, q, -ahead)
+                parts += tl.sum(part, axis=1)
+            found = tl.sum(parts.to(tl.float64))
         tl.store(divergence + row, found.to(tl.float32))
-    elif REVERSE:
-        row_gap = tl.sum((gap + counted(s, teacher_up - up)).to(tl.float64) * factor)
-        found = row_gap * inverse / total + (teacher_log_sum - log_sum)
-        tl.store(divergence + row, found.to(tl.float32))
-        tl.store(student_part + row, found.to(tl.float32))
+        if REVERSE:
+            tl.store(student_part + row, found.to(tl.float32))
     else:
-        inverse_sum, inverse_teacher_sum = (1.0 / total).to(tl.float32), (1.0 / teacher_total).to(tl.float32)
-        apart, inverse_t = (log_sum - teacher_log_sum).to(tl.float32), inverse.to(tl.float32)
-        weight = beta.to(tl.float32)
         of_student = tl.zeros((LANES,), tl.float32)
         of_teacher = tl.zeros((LANES,), tl.float32)
         for start in range(0, V, BLOCK):
@@ -168,7 +198,7 @@ def divergence_forward_kernel(
             p, q, ahead = pair_of(
                 a, b, top, teacher_top, c, inverse_sum, inverse_teacher_sum, inverse_t, apart
             )
-            student_ahead, teacher_ahead = ahead_of_mixture(ahead, weight)
+            student_ahead, teacher_ahead = ahead_of_mixture(ahead, beta)
             of_student += tl.sum(counted(p, student_ahead), axis=1)
             of_teacher += tl.sum(counted(q, teacher_ahead), axis=1)
         part, other_part = tl.sum(of_student.to(tl.float64)), tl.sum(of_teacher.to(tl.float64))
@@ -210,7 +240,6 @@ def divergence_backward_kernel(
     inverse_sum, inverse_teacher_sum = (1.0 / total).to(tl.float32), (1.0 / teacher_total).to(tl.float32)
     apart = (tl.log(total) - tl.log(teacher_total)).to(tl.float32)
     inverse_t = inverse.to(tl.float32)
-    weight = beta.to(tl.float32)
     scale = g.to(tl.float64) * inverse
     if not FORWARD:
         part = tl.load(student_part + row)
@@ -234,5 +263,5 @@ def divergence_backward_kernel(
         elif REVERSE:
             d = counted(p, -ahead - part)
         else:
-            d = counted(p, ahead_of_mixture(ahead, weight)[0] - part)
+            d = counted(p, ahead_of_mixture(ahead, beta)[0] - part)
         tl.store(out + columns, (d * factor).to(out.dtype.element_ty), mask=there)

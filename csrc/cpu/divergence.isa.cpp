@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kLanes = 32, kSums = kLanes / kWidth;
 constexpr int64_t kBlock = 2048;  // elements that are summed in fp32: 64 in each lane
+constexpr double kNear = 1.0 / 16;  // KL below which a row is read again for its digits
 constexpr float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
 
 enum class Kind { forward, reverse, mixed };
@@ -89,38 +90,49 @@ struct Known {
   }
 };
 
-// exp(x) - 1 for x <= 0 with the digits of a small one: its series below 0.35, where 1 takes some away. `e` is exp(x).
-inline Floats exp_less_one(Floats x, Floats e) {
+// (exp(x) - 1 - x) / x^2 of an x within 0.35 of 0.
+inline Floats exp_series(Floats x) {
   Floats series = broadcast(1.0f / 5040);
   series = fma(series, x, broadcast(1.0f / 720));
   series = fma(series, x, broadcast(1.0f / 120));
   series = fma(series, x, broadcast(1.0f / 24));
   series = fma(series, x, broadcast(1.0f / 6));
-  series = fma(series, x, broadcast(0.5f));
-  return x > -0.35f ? fma(x * x, series, x) : e - 1.0f;
+  return fma(series, x, broadcast(0.5f));
 }
 
-// How far p and q are ahead of m = (1 - beta) p + beta q, by logarithms. The larger of p and q is taken out of m: what is left is
-// 1 where they are equal, and no difference of two large logarithms is taken.
+// exp(x) - 1 with the digits of a small one: its series within 0.35, where 1 takes some away. `e` is exp(x).
+inline Floats exp_less_one(Floats x, Floats e) { return abs(x) < 0.35f ? fma(x * x, exp_series(x), x) : e - 1.0f; }
+
+// weight * ahead + (other - weight), with ahead = log weight - log other: what an element adds to KL(weight || other), as both add
+// up to 1. None is below 0, and a small one has its digits.
+inline Floats surplus(Floats weight, Floats other, Floats ahead) {
+  return abs(ahead) < 0.35f ? weight * (ahead * ahead) * exp_series(-ahead) : counted(weight, ahead) + (other - weight);
+}
+
+// How far p and q are ahead of m = (1 - beta) p + beta q, by logarithms. The larger of m's two parts is taken out of it: what p, or q,
+// is ahead is then no difference, and keeps its digits where it is small, as it is of equal rows and of a beta near 0 or 1.
 struct Mixture {
-  Floats beta;
+  Floats beta, rest_of_1, level;  // of the fp64 beta; above the level, log((1 - beta) / beta), the teacher's part is the larger
   ScaledExp exp;
 
-  explicit Mixture(double beta) : beta(broadcast(static_cast<float>(beta))), exp(1) {}
+  explicit Mixture(double beta)
+      : beta(broadcast(static_cast<float>(beta))), rest_of_1(broadcast(static_cast<float>(1 - beta))),
+        level(broadcast(static_cast<float>(std::log1p(-beta) - std::log(beta)))), exp(1) {}
 
   struct Ahead {
     Floats student, teacher;
   };
 
   Ahead of(Floats ahead) const {
-    const Floats behind = -abs(ahead);
-    const Floats share = ahead > 0 ? 1.0f - beta : beta, larger = ahead > 0 ? beta : 1.0f - beta;
-    const Floats e = exp(exp.cut(behind)), less = share * exp_less_one(behind, e), sum = 1.0f + less;
+    const Floats apart = ahead > level ? -ahead : ahead;  // of the other one, from the one that is taken out
+    const Floats share = ahead > level ? rest_of_1 : beta, larger = ahead > level ? beta : rest_of_1;
+    const Floats e = exp(exp.cut(apart > 88.0f ? broadcast(88.0f) : apart));
+    const Floats less = share * exp_less_one(apart, e), sum = 1.0f + less;
     const Floats rest = max(fma(share, e, larger), broadcast(std::numeric_limits<float>::min()));
     // near 1 what 1 + less has lost is found again; far from it `less` has lost the larger one's share
     const Floats lost = less > -0.5f ? (less - (sum - 1.0f)) / sum : broadcast(0.0f);
-    const Floats near = -(log(less > -0.5f ? sum : rest) + lost), far = behind + near;
-    return {ahead > 0 ? far : near, ahead > 0 ? near : far};
+    const Floats near = -(log(less > -0.5f ? sum : rest) + lost), far = near + apart;
+    return {ahead > level ? far : near, ahead > level ? near : far};
   }
 };
 
@@ -149,12 +161,19 @@ void forward_row(const DivergenceForward& f, int64_t r, const T* x, const T* y) 
   f.teacher_max[r] = teacher_peak;
   f.teacher_sum_exp[r] = static_cast<float>(sums[kTeacher]);
   if constexpr (kEntropy) f.entropy[r] = static_cast<float>(log_sum - sums[kOwn] / t / sums[kStudent]);
-  if constexpr (kKind == Kind::forward) {
-    f.divergence[r] = static_cast<float>(sums[kGap] / t / sums[kTeacher] + (log_sum - teacher_log_sum));
-  } else if constexpr (kKind == Kind::reverse) {
-    f.divergence[r] = f.student_part[r] = static_cast<float>(sums[kGap] / t / sums[kStudent] + (teacher_log_sum - log_sum));
+  const Known<T> known(x, y, t, peak, teacher_peak, sums[kStudent], sums[kTeacher]);
+  if constexpr (kKind != Kind::mixed) {
+    constexpr bool kForward = kKind == Kind::forward;
+    const double apart = kForward ? log_sum - teacher_log_sum : teacher_log_sum - log_sum;
+    double found[] = {sums[kGap] / t / sums[kForward ? kTeacher : kStudent] + apart};
+    if (found[0] < kNear)  // of a difference of two numbers that large little is left
+      sum_row<1>(pair.vocab, found, [&](Floats (&sum)[1], int64_t i, int count) {
+        const auto [p, q, ahead] = known.at(i, count);
+        sum[0] += kForward ? surplus(q, p, ahead) : surplus(p, q, -ahead);
+      });
+    f.divergence[r] = static_cast<float>(found[0]);
+    if constexpr (!kForward) f.student_part[r] = f.divergence[r];
   } else {
-    const Known<T> known(x, y, t, peak, teacher_peak, sums[kStudent], sums[kTeacher]);
     const Mixture mixture(beta);
     double parts[2];
     sum_row<2>(pair.vocab, parts, [&](Floats (&sum)[2], int64_t i, int count) {

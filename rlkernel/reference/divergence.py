@@ -1,5 +1,7 @@
 """What ``divergence`` means, in plain PyTorch; in fp64 it is the truth that backends are measured against."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,10 @@ def forward(call: DivergenceCall) -> DivergenceResults:
     p, q = log_p.exp(), log_q.exp()
     student_part = None
     if beta == 0:
-        divergence = _expected(q, log_q - log_p)
+        divergence = _surplus(q, p, log_q - log_p).sum(-1)
     elif beta == 1:
-        divergence = student_part = _expected(p, log_p - log_q)
+        divergence = _surplus(p, q, log_p - log_q).sum(-1)
+        student_part = _expected(p, log_p - log_q)  # off by what all logarithms are: so is what it is taken from
     else:
         of_student, of_teacher = _ahead_of_mixture(log_p, log_q, beta)
         student_part = _expected(p, of_student)
@@ -69,18 +72,34 @@ def _expected(weight: Tensor, x: Tensor) -> Tensor:
     return torch.where(weight == 0, 0, weight * x).sum(-1)
 
 
+def _surplus(weight: Tensor, other: Tensor, ahead: Tensor) -> Tensor:
+    """``weight * ahead + (other - weight)``, with ``ahead = log weight - log other``.
+
+    The sum is KL(weight || other), as both add up to 1.  None is below 0, and a small one has its digits,
+    which ``weight * ahead`` alone has not: its sum is a difference of large numbers.
+    """
+    series = torch.zeros_like(ahead)  # (exp(-ahead) - 1 + ahead) / ahead^2 for a small one
+    for k in range(20, 1, -1):
+        series = series * -ahead + 1 / math.factorial(k)
+    far = torch.where(weight == 0, 0, weight * ahead) + (other - weight)
+    return torch.where(ahead.abs() < 1, weight * ahead**2 * series, far)
+
+
 def _ahead_of_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """``log p - log m`` and ``log q - log m`` with ``m = (1 - beta) p + beta q``.
 
-    The larger of p and q is taken out of m: what is left is 1 where they are equal.
+    The larger of m's two parts is taken out of it: what p, or q, is ahead is then no difference, and keeps
+    its digits where it is small, as it is of equal rows and of a beta near 0 or 1.
     """
     ahead = log_q - log_p
-    behind = -ahead.abs()
-    share = torch.full_like(ahead, beta).masked_fill_(ahead > 0, 1 - beta)  # of the smaller one
-    less = share * torch.expm1(behind)
-    rest = torch.full_like(ahead, 1 - beta).masked_fill_(ahead > 0, beta) + share * behind.exp()
-    near = -torch.where(less > -0.5, torch.log1p(less), rest.log())
-    return torch.where(ahead > 0, behind + near, near), torch.where(ahead > 0, near, behind + near)
+    of_teacher = ahead > math.log1p(-beta) - math.log(beta)  # whose part is then the larger
+    apart = torch.where(of_teacher, -ahead, ahead)
+    share = torch.full_like(ahead, beta).masked_fill_(of_teacher, 1 - beta)  # of the smaller one
+    larger = torch.full_like(ahead, 1 - beta).masked_fill_(of_teacher, beta)
+    no_more = apart.clamp(max=0.99 * math.log(torch.finfo(ahead.dtype).max))
+    less = share * torch.expm1(no_more)
+    near = -torch.where(less > -0.5, torch.log1p(less), (larger + share * no_more.exp()).log())
+    return torch.where(of_teacher, near + apart, near), torch.where(of_teacher, near, near + apart)
 
 
 def make_inputs(
