@@ -19,7 +19,7 @@ def forward(call: DivergenceCall) -> DivergenceResults:
         divergence = _kl(q, p, log_q - log_p)
     elif beta == 1:
         divergence = _kl(p, q, log_p - log_q)
-        student_part = _expected(p, log_p - log_q)  # off by what all logarithms are: so is what it is taken from
+        student_part = _expected(p, log_p - log_q)  # off by what all the logarithms are that it is taken from
     else:
         of_student, of_teacher = _ahead_of_mixture(log_p, log_q, beta)
         student_part = _expected(p, of_student)
