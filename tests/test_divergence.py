@@ -130,7 +130,7 @@ def test_offsets_and_equal_rows(backend, device, beta):
 @ON_EVERY_BACKEND
 @pytest.mark.parametrize("beta", BETAS)
 def test_near_each_other_the_digits_stay(backend, device, beta):
-    """Of distributions nearly one the divergence is far below what its terms are rounded to; never below 0."""
+    """Of rows nearly one the divergence is far below what its terms are rounded to; never below 0."""
     for vocab in (30, 300) if is_slow(backend, device) else (30, 5000):
         for apart in (1e-2, 1e-3, 1e-4):
             inputs = make_inputs(5, vocab, device=device, apart=apart)

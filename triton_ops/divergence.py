@@ -1,4 +1,5 @@
-"""``divergence`` over Triton: one launch each way over both rows, which Jensen and Shannon's reads twice."""
+"""``divergence`` over Triton: one launch each way over both rows, which Jensen and Shannon's reads twice, as
+KL's does where it is small."""
 
 import functools
 from typing import Any

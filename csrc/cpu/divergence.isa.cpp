@@ -109,8 +109,8 @@ inline Floats surplus(Floats weight, Floats other, Floats ahead) {
   return abs(ahead) < 0.35f ? weight * (ahead * ahead) * exp_series(-ahead) : counted(weight, ahead) + (other - weight);
 }
 
-// How far p and q are ahead of m = (1 - beta) p + beta q, by logarithms. The larger of m's two parts is taken out of it: what p, or q,
-// is ahead is then no difference, and keeps its digits where it is small, as it is of equal rows and of a beta near 0 or 1.
+// How far p and q are ahead of m = (1 - beta) p + beta q, by logarithms. The larger of m's two parts is taken out of it: what p,
+// or q, is ahead is then no difference, and keeps its digits where it is small, as of equal rows and of a beta near 0 or 1.
 struct Mixture {
   Floats beta, rest_of_1, level;  // of the fp64 beta; above the level, log((1 - beta) / beta), the teacher's part is the larger
   ScaledExp exp;

@@ -16,10 +16,10 @@ def forward(call: DivergenceCall) -> DivergenceResults:
     p, q = log_p.exp(), log_q.exp()
     student_part = None
     if beta == 0:
-        divergence = _surplus(q, p, log_q - log_p).sum(-1)
+        divergence = _kl(q, p, log_q - log_p)
     elif beta == 1:
-        divergence = _surplus(p, q, log_p - log_q).sum(-1)
-        student_part = _expected(p, log_p - log_q)  # off by what all logarithms are: so is what it is taken from
+        divergence = _kl(p, q, log_p - log_q)
+        student_part = _expected(p, log_p - log_q)  # off by what all the logarithms are that it is taken from
     else:
         of_student, of_teacher = _ahead_of_mixture(log_p, log_q, beta)
         student_part = _expected(p, of_student)
@@ -72,17 +72,19 @@ def _expected(weight: Tensor, x: Tensor) -> Tensor:
     return torch.where(weight == 0, 0, weight * x).sum(-1)
 
 
-def _surplus(weight: Tensor, other: Tensor, ahead: Tensor) -> Tensor:
-    """``weight * ahead + (other - weight)``, with ``ahead = log weight - log other``.
+def _kl(weight: Tensor, other: Tensor, ahead: Tensor) -> Tensor:
+    """KL(weight || other), with ``ahead = log weight - log other``.
 
-    The sum is KL(weight || other), as both add up to 1.  None is below 0, and a small one has its digits,
-    which ``weight * ahead`` alone has not: its sum is a difference of large numbers.
+    A small one is the sum of ``weight * ahead + (other - weight)``, as both add up to 1: none of these is
+    below 0, and a small one has its digits.  Without what is added, the sum is a difference of large numbers.
     """
+    plain = _expected(weight, ahead)
     series = torch.zeros_like(ahead)  # (exp(-ahead) - 1 + ahead) / ahead^2 for a small one
     for k in range(20, 1, -1):
         series = series * -ahead + 1 / math.factorial(k)
     far = torch.where(weight == 0, 0, weight * ahead) + (other - weight)
-    return torch.where(ahead.abs() < 1, weight * ahead**2 * series, far)
+    near = torch.where(ahead.abs() < 1, weight * ahead**2 * series, far).sum(-1)
+    return torch.where(plain < 1 / 16, near, plain)
 
 
 def _ahead_of_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
