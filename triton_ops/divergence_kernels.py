@@ -160,14 +160,18 @@ def divergence_forward_kernel(
     teacher_total = tl.where(teacher_total > 0, teacher_total, float("nan"))
     log_sum, teacher_log_sum = tl.log(total), tl.log(teacher_total)
     tl.store(row_max + row, top)
-    tl.store(sum_exp + row, total.to(tl.float32))
+    left, teacher_left = total.to(tl.float32), teacher_total.to(tl.float32)
+    tl.store(sum_exp + row, left)
     tl.store(teacher_max + row, teacher_top)
-    tl.store(teacher_sum_exp + row, teacher_total.to(tl.float32))
+    tl.store(teacher_sum_exp + row, teacher_left)
     if entropy is not None:
         row_own = tl.sum((own - counted(s, up)).to(tl.float64) * factor)
         tl.store(entropy + row, (log_sum - row_own * inverse / total).to(tl.float32))
-    inverse_sum, inverse_teacher_sum = (1.0 / total).to(tl.float32), (1.0 / teacher_total).to(tl.float32)
-    apart, inverse_t = (log_sum - teacher_log_sum).to(tl.float32), inverse.to(tl.float32)
+    # of the sums that backward is left: what it measures from student_part is then 0 where it should be
+    sum_left, teacher_sum_left = left.to(tl.float64), teacher_left.to(tl.float64)
+    inverse_sum, inverse_teacher_sum = (1.0 / sum_left).to(tl.float32), (1.0 / teacher_sum_left).to(tl.float32)
+    apart = (tl.log(sum_left) - tl.log(teacher_sum_left)).to(tl.float32)
+    inverse_t = inverse.to(tl.float32)
     if FORWARD or REVERSE:
         if FORWARD:
             row_gap = tl.sum((gap + counted(teacher_s, up - teacher_up)).to(tl.float64) * teacher_factor)
@@ -188,7 +192,8 @@ def divergence_forward_kernel(
             found = tl.sum(parts.to(tl.float64))
         tl.store(divergence + row, found.to(tl.float32))
         if REVERSE:
-            tl.store(student_part + row, found.to(tl.float32))
+            rounded = tl.log(total / sum_left) - tl.log(teacher_total / teacher_sum_left)
+            tl.store(student_part + row, (found + rounded).to(tl.float32))
     else:
         of_student = tl.zeros((LANES,), tl.float32)
         of_teacher = tl.zeros((LANES,), tl.float32)

@@ -164,7 +164,8 @@ void forward_row(const DivergenceForward& f, int64_t r) {
   f.teacher_max[r] = teacher_peak;
   f.teacher_sum_exp[r] = static_cast<float>(sums[kTeacher]);
   if constexpr (kEntropy) f.entropy[r] = static_cast<float>(log_sum - sums[kOwn] / t / sums[kStudent]);
-  const Known<S, T> known(pair, r, peak, teacher_peak, sums[kStudent], sums[kTeacher]);
+  // of the sums that backward is left: what it measures from student_part is then 0 where it should be
+  const Known<S, T> known(pair, r, peak, teacher_peak, f.sum_exp[r], f.teacher_sum_exp[r]);
   if constexpr (kKind != Kind::mixed) {
     constexpr bool kForward = kKind == Kind::forward;
     const double apart = kForward ? log_sum - teacher_log_sum : teacher_log_sum - log_sum;
@@ -175,7 +176,10 @@ void forward_row(const DivergenceForward& f, int64_t r) {
         sum[0] += kForward ? surplus(q, p, ahead) : surplus(p, q, -ahead);
       });
     f.divergence[r] = static_cast<float>(found[0]);
-    if constexpr (!kForward) f.student_part[r] = f.divergence[r];
+    if constexpr (!kForward) {
+      const double rounded = std::log(sums[kStudent] / f.sum_exp[r]) - std::log(sums[kTeacher] / f.teacher_sum_exp[r]);
+      f.student_part[r] = static_cast<float>(found[0] + rounded);
+    }
   } else {
     const Mixture mixture(beta);
     double parts[2];
