@@ -179,8 +179,10 @@ def divergence_forward_kernel(
         else:
             row_gap = tl.sum((gap + counted(s, teacher_up - up)).to(tl.float64) * factor)
             found = row_gap * inverse / total + (teacher_log_sum - log_sum)
+        own_found = found
         if found < NEAR:  # of a difference of two numbers that large little is left
             parts = tl.zeros((LANES,), tl.float32)
+            own_parts = tl.zeros((LANES,), tl.float32)
             for start in range(0, V, BLOCK):
                 a = load_block(x, start, V, SCATTERED, LANES, VEC).to(tl.float32)
                 b = load_block(y, start, V, SCATTERED, LANES, VEC).to(tl.float32)
@@ -189,11 +191,13 @@ def divergence_forward_kernel(
                 )
                 part = surplus(q, p, ahead) if FORWARD else surplus(p, q, -ahead)
                 parts += tl.sum(part, axis=1)
+                if REVERSE:
+                    own_parts += tl.sum(counted(p, -ahead), axis=1)
             found = tl.sum(parts.to(tl.float64))
+            own_found = tl.sum(own_parts.to(tl.float64))
         tl.store(divergence + row, found.to(tl.float32))
         if REVERSE:
-            rounded = tl.log(total / sum_left) - tl.log(teacher_total / teacher_sum_left)
-            tl.store(student_part + row, (found + rounded).to(tl.float32))
+            tl.store(student_part + row, own_found.to(tl.float32))
     else:
         of_student = tl.zeros((LANES,), tl.float32)
         of_teacher = tl.zeros((LANES,), tl.float32)

@@ -169,17 +169,16 @@ void forward_row(const DivergenceForward& f, int64_t r) {
   if constexpr (kKind != Kind::mixed) {
     constexpr bool kForward = kKind == Kind::forward;
     const double apart = kForward ? log_sum - teacher_log_sum : teacher_log_sum - log_sum;
-    double found[] = {sums[kGap] / t / sums[kForward ? kTeacher : kStudent] + apart};
+    double found[2] = {sums[kGap] / t / sums[kForward ? kTeacher : kStudent] + apart};
+    found[1] = found[0];
     if (found[0] < kNear)  // of a difference of two numbers that large little is left
-      sum_row<1>(pair.vocab, found, [&](Floats (&sum)[1], int64_t i, int count) {
+      sum_row<2>(pair.vocab, found, [&](Floats (&sum)[2], int64_t i, int count) {
         const auto [p, q, ahead] = known.at(i, count);
         sum[0] += kForward ? surplus(q, p, ahead) : surplus(p, q, -ahead);
+        if constexpr (!kForward) sum[1] += counted(p, -ahead);
       });
     f.divergence[r] = static_cast<float>(found[0]);
-    if constexpr (!kForward) {
-      const double rounded = std::log(sums[kStudent] / f.sum_exp[r]) - std::log(sums[kTeacher] / f.teacher_sum_exp[r]);
-      f.student_part[r] = static_cast<float>(found[0] + rounded);
-    }
+    if constexpr (!kForward) f.student_part[r] = static_cast<float>(found[1]);
   } else {
     const Mixture mixture(beta);
     double parts[2];
