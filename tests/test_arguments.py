@@ -43,7 +43,7 @@ CALLS = {
     rlkernel.selective_log_softmax: {"logits": torch.randn(2, 4, 5), "index": IDS},
     rlkernel.logprobs_from_logits: {"logits": torch.randn(2, 4, 5), "labels": IDS},
     rlkernel.entropy_from_logits: {"logits": torch.randn(2, 4, 5)},
-    rlkernel.divergence: {"logits": ROWS, "teacher_logits": ROWS},
+    rlkernel.divergence: {name: torch.randn(2, 4, 5) for name in ("logits", "teacher_logits")},
     rlkernel.matmul: {"a": ROWS, "b": torch.randn(4, 3)},
     rlkernel.policy_loss: {"logprobs": ROWS, **POLICY},
     rlkernel.policy_loss_preset: {"name": "grpo"},

@@ -160,14 +160,21 @@ def divergence_forward_kernel(
     teacher_total = tl.where(teacher_total > 0, teacher_total, float("nan"))
     log_sum, teacher_log_sum = tl.log(total), tl.log(teacher_total)
     tl.store(row_max + row, top)
-    tl.store(sum_exp + row, total.to(tl.float32))
+    left, teacher_left = total.to(tl.float32), teacher_total.to(tl.float32)
+    tl.store(sum_exp + row, left)
     tl.store(teacher_max + row, teacher_top)
-    tl.store(teacher_sum_exp + row, teacher_total.to(tl.float32))
+    tl.store(teacher_sum_exp + row, teacher_left)
     if entropy is not None:
         row_own = tl.sum((own - counted(s, up)).to(tl.float64) * factor)
         tl.store(entropy + row, (log_sum - row_own * inverse / total).to(tl.float32))
-    inverse_sum, inverse_teacher_sum = (1.0 / total).to(tl.float32), (1.0 / teacher_total).to(tl.float32)
-    apart, inverse_t = (log_sum - teacher_log_sum).to(tl.float32), inverse.to(tl.float32)
+    # of the sums that backward is left: what it measures from student_part is then 0 where it should be
+    sum_left, teacher_sum_left = left.to(tl.float64), teacher_left.to(tl.float64)
+    inverse_sum, inverse_teacher_sum = (
+        (1.0 / sum_left).to(tl.float32),
+        (1.0 / teacher_sum_left).to(tl.float32),
+    )
+    apart = (tl.log(sum_left) - tl.log(teacher_sum_left)).to(tl.float32)
+    inverse_t = inverse.to(tl.float32)
     if FORWARD or REVERSE:
         if FORWARD:
             row_gap = tl.sum((gap + counted(teacher_s, up - teacher_up)).to(tl.float64) * teacher_factor)
@@ -175,8 +182,10 @@ def divergence_forward_kernel(
         else:
             row_gap = tl.sum((gap + counted(s, teacher_up - up)).to(tl.float64) * factor)
             found = row_gap * inverse / total + (teacher_log_sum - log_sum)
+        own_found = found
         if found < NEAR:  # of a difference of two numbers that large little is left
             parts = tl.zeros((LANES,), tl.float32)
+            own_parts = tl.zeros((LANES,), tl.float32)
             for start in range(0, V, BLOCK):
                 a = load_block(x, start, V, SCATTERED, LANES, VEC).to(tl.float32)
                 b = load_block(y, start, V, SCATTERED, LANES, VEC).to(tl.float32)
@@ -185,10 +194,13 @@ def divergence_forward_kernel(
                 )
                 part = surplus(q, p, ahead) if FORWARD else surplus(p, q, -ahead)
                 parts += tl.sum(part, axis=1)
+                if REVERSE:
+                    own_parts += tl.sum(counted(p, -ahead), axis=1)
             found = tl.sum(parts.to(tl.float64))
+            own_found = tl.sum(own_parts.to(tl.float64))
         tl.store(divergence + row, found.to(tl.float32))
         if REVERSE:
-            tl.store(student_part + row, found.to(tl.float32))
+            tl.store(student_part + row, own_found.to(tl.float32))
     else:
         of_student = tl.zeros((LANES,), tl.float32)
         of_teacher = tl.zeros((LANES,), tl.float32)

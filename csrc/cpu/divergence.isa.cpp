@@ -161,18 +161,21 @@ void forward_row(const DivergenceForward& f, int64_t r, const T* x, const T* y) 
   f.teacher_max[r] = teacher_peak;
   f.teacher_sum_exp[r] = static_cast<float>(sums[kTeacher]);
   if constexpr (kEntropy) f.entropy[r] = static_cast<float>(log_sum - sums[kOwn] / t / sums[kStudent]);
-  const Known<T> known(x, y, t, peak, teacher_peak, sums[kStudent], sums[kTeacher]);
+  // of the sums that backward is left: what it measures from student_part is then 0 where it should be
+  const Known<T> known(x, y, t, peak, teacher_peak, f.sum_exp[r], f.teacher_sum_exp[r]);
   if constexpr (kKind != Kind::mixed) {
     constexpr bool kForward = kKind == Kind::forward;
     const double apart = kForward ? log_sum - teacher_log_sum : teacher_log_sum - log_sum;
-    double found[] = {sums[kGap] / t / sums[kForward ? kTeacher : kStudent] + apart};
+    double found[2] = {sums[kGap] / t / sums[kForward ? kTeacher : kStudent] + apart};
+    found[1] = found[0];
     if (found[0] < kNear)  // of a difference of two numbers that large little is left
-      sum_row<1>(pair.vocab, found, [&](Floats (&sum)[1], int64_t i, int count) {
+      sum_row<2>(pair.vocab, found, [&](Floats (&sum)[2], int64_t i, int count) {
         const auto [p, q, ahead] = known.at(i, count);
         sum[0] += kForward ? surplus(q, p, ahead) : surplus(p, q, -ahead);
+        if constexpr (!kForward) sum[1] += counted(p, -ahead);
       });
     f.divergence[r] = static_cast<float>(found[0]);
-    if constexpr (!kForward) f.student_part[r] = f.divergence[r];
+    if constexpr (!kForward) f.student_part[r] = static_cast<float>(found[1]);
   } else {
     const Mixture mixture(beta);
     double parts[2];
