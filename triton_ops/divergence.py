@@ -75,10 +75,9 @@ def _kind(call: DivergenceCall) -> dict[str, bool]:
 def _plan(call: DivergenceCall) -> tuple[int, int, int]:
     """``(lanes, vec, warps)``: a lane takes one load of 16 bytes a block of the wider of the two rows.
 
-    A thread has two lanes, and one where a mixture wants more registers.  They follow from V, the dtypes and
-    the kind alone, and so do the bits.
+    A thread has one lane: of both rows that is as much in flight as logprob has, and two would be more
+    registers than 1024 threads of a multiprocessor have.  The bits follow from lanes and vec.
     """
     vec = 16 // max(call.logits.dtype.itemsize, call.teacher_logits.dtype.itemsize)
-    each = 2 if call.beta in (0, 1) else 1
-    lanes = max(32, min(256 * each, next_power_of_2(cdiv(call.logits.shape[-1], vec))))
-    return lanes, vec, max(1, lanes // (each * (32 if torch.version.hip is None else 64)))
+    lanes = max(32, min(256, next_power_of_2(cdiv(call.logits.shape[-1], vec))))
+    return lanes, vec, max(1, lanes // (32 if torch.version.hip is None else 64))

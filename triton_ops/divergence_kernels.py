@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, load_block, shift_from
+from rlkernel.triton_ops.logprob_kernels import (
+    LOG2E,
+    finite_or_zero,
+    halve,
+    load_block,
+    shift_from,
+    sum_vec,
+)
 from rlkernel.triton_ops.rms_norm_kernels import start_of
 
 SMALLEST = tl.constexpr(2.0**-126)
@@ -17,6 +24,27 @@ jit = triton.jit(do_not_specialize=["x_inner", "y_inner", "out_inner", "spans"])
 def counted(weight, x):
     """Their product; 0 where the weight is, whatever stands beside it, which may be infinite."""
     return tl.where(weight > 0, weight * x, 0.0)
+
+
+@triton.jit
+def sum_entries(x, LANES: tl.constexpr, VEC: tl.constexpr):
+    """The sum of each lane's entries, always in the same order, however they lie in threads."""
+    left, right = halve(x, LANES, VEC)
+    return sum_vec(left + right, LANES, VEC // 2)
+
+
+@triton.jit
+def sum_lanes(x):
+    """The sum of at most 512 numbers in fp64, with the same bits in whatever order a layout adds them.
+
+    They are rounded to multiples of 2^-41 times the power of two below the largest, whose sums are exact.
+    """
+    x = x.to(tl.float64)
+    top = tl.max(tl.abs(x), axis=0)
+    power = (top.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
+    grid = power * 3072.0  # 1.5 * 2^11: what is added to it is rounded to its last place
+    exact = tl.sum((x + grid) - grid)
+    return tl.where(power < float("inf"), exact, tl.sum(x))  # of infinities one is left, or NaN
 
 
 @triton.jit
@@ -139,14 +167,16 @@ def divergence_forward_kernel(
         d, other = a - safe[:, None], b - teacher_safe[:, None]
         e, of_other = tl.exp2(d * c), tl.exp2(other * c)
         if entropy is not None:
-            own = (own - counted(s, up)) * factor + tl.sum(counted(e, d), axis=1)
+            own = (own - counted(s, up)) * factor + sum_entries(counted(e, d), LANES, VEC)
         if FORWARD:
             gap = (gap + counted(teacher_s, up - teacher_up)) * teacher_factor
-            gap += tl.sum(counted(of_other, other - d), axis=1)
+            gap += sum_entries(counted(of_other, other - d), LANES, VEC)
         if REVERSE:
-            gap = (gap + counted(s, teacher_up - up)) * factor + tl.sum(counted(e, d - other), axis=1)
-        s = s * factor + tl.sum(e, axis=1)
-        teacher_s = teacher_s * teacher_factor + tl.sum(of_other, axis=1)
+            gap = (gap + counted(s, teacher_up - up)) * factor + sum_entries(
+                counted(e, d - other), LANES, VEC
+            )
+        s = s * factor + sum_entries(e, LANES, VEC)
+        teacher_s = teacher_s * teacher_factor + sum_entries(of_other, LANES, VEC)
         m, teacher_m = top, teacher_top
 
     top, teacher_top = tl.max(m, axis=0), tl.max(teacher_m, axis=0)
@@ -154,8 +184,8 @@ def divergence_forward_kernel(
     factor = factor_from(m, safe, c).to(tl.float64)
     teacher_factor = factor_from(teacher_m, teacher_safe, c).to(tl.float64)
     up, teacher_up = rise(m, safe), rise(teacher_m, teacher_safe)
-    total = tl.sum(s.to(tl.float64) * factor)
-    teacher_total = tl.sum(teacher_s.to(tl.float64) * teacher_factor)
+    total = sum_lanes(s.to(tl.float64) * factor)
+    teacher_total = sum_lanes(teacher_s.to(tl.float64) * teacher_factor)
     total = tl.where(total > 0, total, float("nan"))  # a row of -inf alone is no distribution
     teacher_total = tl.where(teacher_total > 0, teacher_total, float("nan"))
     log_sum, teacher_log_sum = tl.log(total), tl.log(teacher_total)
@@ -165,7 +195,7 @@ def divergence_forward_kernel(
     tl.store(teacher_max + row, teacher_top)
     tl.store(teacher_sum_exp + row, teacher_left)
     if entropy is not None:
-        row_own = tl.sum((own - counted(s, up)).to(tl.float64) * factor)
+        row_own = sum_lanes((own - counted(s, up)).to(tl.float64) * factor)
         tl.store(entropy + row, (log_sum - row_own * inverse / total).to(tl.float32))
     # of the sums that backward is left: what it measures from student_part is then 0 where it should be
     sum_left, teacher_sum_left = left.to(tl.float64), teacher_left.to(tl.float64)
@@ -177,10 +207,10 @@ def divergence_forward_kernel(
     inverse_t = inverse.to(tl.float32)
     if FORWARD or REVERSE:
         if FORWARD:
-            row_gap = tl.sum((gap + counted(teacher_s, up - teacher_up)).to(tl.float64) * teacher_factor)
+            row_gap = sum_lanes((gap + counted(teacher_s, up - teacher_up)).to(tl.float64) * teacher_factor)
             found = row_gap * inverse / teacher_total + (log_sum - teacher_log_sum)
         else:
-            row_gap = tl.sum((gap + counted(s, teacher_up - up)).to(tl.float64) * factor)
+            row_gap = sum_lanes((gap + counted(s, teacher_up - up)).to(tl.float64) * factor)
             found = row_gap * inverse / total + (teacher_log_sum - log_sum)
         own_found = found
         if found < NEAR:  # of a difference of two numbers that large little is left
@@ -193,11 +223,11 @@ def divergence_forward_kernel(
                     a, b, top, teacher_top, c, inverse_sum, inverse_teacher_sum, inverse_t, apart
                 )
                 part = surplus(q, p, ahead) if FORWARD else surplus(p, q, -ahead)
-                parts += tl.sum(part, axis=1)
+                parts += sum_entries(part, LANES, VEC)
                 if REVERSE:
-                    own_parts += tl.sum(counted(p, -ahead), axis=1)
-            found = tl.sum(parts.to(tl.float64))
-            own_found = tl.sum(own_parts.to(tl.float64))
+                    own_parts += sum_entries(counted(p, -ahead), LANES, VEC)
+            found = sum_lanes(parts)
+            own_found = sum_lanes(own_parts)
         tl.store(divergence + row, found.to(tl.float32))
         if REVERSE:
             tl.store(student_part + row, own_found.to(tl.float32))
@@ -211,9 +241,9 @@ def divergence_forward_kernel(
                 a, b, top, teacher_top, c, inverse_sum, inverse_teacher_sum, inverse_t, apart
             )
             student_ahead, teacher_ahead = ahead_of_mixture(ahead, beta)
-            of_student += tl.sum(counted(p, student_ahead), axis=1)
-            of_teacher += tl.sum(counted(q, teacher_ahead), axis=1)
-        part, other_part = tl.sum(of_student.to(tl.float64)), tl.sum(of_teacher.to(tl.float64))
+            of_student += sum_entries(counted(p, student_ahead), LANES, VEC)
+            of_teacher += sum_entries(counted(q, teacher_ahead), LANES, VEC)
+        part, other_part = sum_lanes(of_student), sum_lanes(of_teacher)
         nan = total * 0.0 + teacher_total * 0.0  # which counted() passes over
         tl.store(divergence + row, ((1.0 - beta) * part + beta * other_part + nan).to(tl.float32))
         tl.store(student_part + row, (part + nan).to(tl.float32))
