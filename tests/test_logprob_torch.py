@@ -69,6 +69,10 @@ BAD = [
     (dict(temperature=torch.ones(2, requires_grad=True)), "temperature must not require a gradient"),
     (dict(temperature="hot"), "temperature must be a number or a tensor, got str"),
     (dict(logits=torch.zeros(1, 3).expand(2, 3), inplace_backward=True), "logits must not be expanded"),
+    (
+        dict(logits=torch.zeros(5).unfold(0, 3, 2), inplace_backward=True),
+        r"logits must hold elements that share no memory with inplace_backward=True, got strides \(2, 1\)",
+    ),
 ]
 
 

@@ -1,14 +1,12 @@
 """The workspace: one buffer per thread and device, bounded by a setting."""
 
-import os
-import signal
 import threading
 import time
-import warnings
 import weakref
 
 import pytest
 import torch
+from forks import ends_while_another_thread_holds
 
 from rlkernel.runtime import gpu, workspace
 from rlkernel.runtime.workspace import Carver
@@ -164,27 +162,7 @@ def test_a_captured_graph_has_memory_of_its_own(monkeypatch):
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_has_not():
-    leased, done = threading.Event(), threading.Event()
-
-    def hold():
-        with workspace.lease(100, CPU):
-            leased.set()
-            done.wait(60)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    leased.wait(60)
-    with warnings.catch_warnings():  # Python 3.12 warns of threads
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        signal.alarm(10)
-        address(100)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    done.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert ends_while_another_thread_holds(lambda: workspace.lease(100, CPU), lambda: address(100))
 
 
 def test_limits_of_two_threads_end_in_any_order():

@@ -1,7 +1,6 @@
 """``divergence`` over Triton: one launch each way over both rows, which Jensen and Shannon's reads twice, as
 KL's does where it is small."""
 
-import functools
 from typing import Any
 
 import torch
@@ -21,9 +20,7 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 def forward(call: DivergenceCall) -> DivergenceResults:
     logits, vocab = call.logits, call.logits.shape[-1]
-    row = functools.partial(torch.empty, logits.shape[:-1], dtype=torch.float32, device=logits.device)
-    entropy = row() if call.return_entropy else None
-    results = DivergenceResults(row(), entropy, row(), row(), row(), row(), row() if call.beta else None)
+    results = DivergenceResults.empty(call)
     lanes, vec, warps = _plan(call)
     if logits.numel():
         x, y = rows_of(logits), rows_of(call.teacher_logits)

@@ -113,11 +113,30 @@ def ahead_of_mixture(ahead, beta):
 
 
 @triton.jit
-def pair_of(x, y, m, teacher_m, c, inverse_sum, inverse_teacher_sum, inverse_t, apart):
+def known_of(m, teacher_m, sum_exp, teacher_sum_exp, inverse):
+    """What ``pair_of`` wants of two rows: of the statistics as they are stored, for both directions."""
+    total, teacher_total = sum_exp.to(tl.float64), teacher_sum_exp.to(tl.float64)
+    inverse_sum, inverse_teacher_sum = (1.0 / total).to(tl.float32), (1.0 / teacher_total).to(tl.float32)
+    apart = (tl.log(total) - tl.log(teacher_total)).to(tl.float32)
+    c = (inverse * LOG2E).to(tl.float32)
+    return m, teacher_m, c, inverse_sum, inverse_teacher_sum, inverse.to(tl.float32), apart
+
+
+@triton.jit
+def pair_of(x, y, known):
     """``p``, ``q`` and ``log q - log p`` of logits, with the digits of a small one."""
+    m, teacher_m, c, inverse_sum, inverse_teacher_sum, inverse_t, apart = known
     d, other = x - m, y - teacher_m
     p, q = tl.exp2(d * c) * inverse_sum, tl.exp2(other * c) * inverse_teacher_sum
     return p, q, tl.fma(other - d, inverse_t, apart)
+
+
+@triton.jit
+def load_blocks(x, y, start, V, SCATTERED: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
+    """The same entries of both rows, as floats."""
+    a = load_block(x, start, V, SCATTERED, LANES, VEC)
+    b = load_block(y, start, V, SCATTERED, LANES, VEC)
+    return a.to(tl.float32), b.to(tl.float32)
 
 
 @jit
@@ -158,8 +177,7 @@ def divergence_forward_kernel(
     own = tl.zeros((LANES,), tl.float32)  # of e times the difference to the maximum
     gap = tl.zeros((LANES,), tl.float32)  # of the weight times the difference of the two differences
     for start in range(0, V, BLOCK):
-        a = load_block(x, start, V, SCATTERED, LANES, VEC).to(tl.float32)
-        b = load_block(y, start, V, SCATTERED, LANES, VEC).to(tl.float32)
+        a, b = load_blocks(x, y, start, V, SCATTERED, LANES, VEC)
         top, teacher_top = tl.maximum(m, tl.max(a, axis=1)), tl.maximum(teacher_m, tl.max(b, axis=1))
         safe, teacher_safe = finite_or_zero(top), finite_or_zero(teacher_top)
         factor, teacher_factor = factor_from(m, safe, c), factor_from(teacher_m, teacher_safe, c)
@@ -198,13 +216,7 @@ def divergence_forward_kernel(
         row_own = sum_lanes((own - counted(s, up)).to(tl.float64) * factor)
         tl.store(entropy + row, (log_sum - row_own * inverse / total).to(tl.float32))
     # of the sums that backward is left: what it measures from student_part is then 0 where it should be
-    sum_left, teacher_sum_left = left.to(tl.float64), teacher_left.to(tl.float64)
-    inverse_sum, inverse_teacher_sum = (
-        (1.0 / sum_left).to(tl.float32),
-        (1.0 / teacher_sum_left).to(tl.float32),
-    )
-    apart = (tl.log(sum_left) - tl.log(teacher_sum_left)).to(tl.float32)
-    inverse_t = inverse.to(tl.float32)
+    known = known_of(top, teacher_top, left, teacher_left, inverse)
     if FORWARD or REVERSE:
         if FORWARD:
             row_gap = sum_lanes((gap + counted(teacher_s, up - teacher_up)).to(tl.float64) * teacher_factor)
@@ -217,11 +229,7 @@ def divergence_forward_kernel(
             parts = tl.zeros((LANES,), tl.float32)
             own_parts = tl.zeros((LANES,), tl.float32)
             for start in range(0, V, BLOCK):
-                a = load_block(x, start, V, SCATTERED, LANES, VEC).to(tl.float32)
-                b = load_block(y, start, V, SCATTERED, LANES, VEC).to(tl.float32)
-                p, q, ahead = pair_of(
-                    a, b, top, teacher_top, c, inverse_sum, inverse_teacher_sum, inverse_t, apart
-                )
+                p, q, ahead = pair_of(*load_blocks(x, y, start, V, SCATTERED, LANES, VEC), known)
                 part = surplus(q, p, ahead) if FORWARD else surplus(p, q, -ahead)
                 parts += sum_entries(part, LANES, VEC)
                 if REVERSE:
@@ -235,11 +243,7 @@ def divergence_forward_kernel(
         of_student = tl.zeros((LANES,), tl.float32)
         of_teacher = tl.zeros((LANES,), tl.float32)
         for start in range(0, V, BLOCK):
-            a = load_block(x, start, V, SCATTERED, LANES, VEC).to(tl.float32)
-            b = load_block(y, start, V, SCATTERED, LANES, VEC).to(tl.float32)
-            p, q, ahead = pair_of(
-                a, b, top, teacher_top, c, inverse_sum, inverse_teacher_sum, inverse_t, apart
-            )
+            p, q, ahead = pair_of(*load_blocks(x, y, start, V, SCATTERED, LANES, VEC), known)
             student_ahead, teacher_ahead = ahead_of_mixture(ahead, beta)
             of_student += sum_entries(counted(p, student_ahead), LANES, VEC)
             of_teacher += sum_entries(counted(q, teacher_ahead), LANES, VEC)
@@ -275,13 +279,8 @@ def divergence_backward_kernel(
     y += start_of(row, y_inner, y_outer, y_step)
     inverse = 1.0 / tl.full((), temperature, tl.float64)
     beta = tl.full((), beta, tl.float64)
-    c = (inverse * LOG2E).to(tl.float32)
-    m, teacher_m = tl.load(row_max + row), tl.load(teacher_max + row)
-    total = tl.load(sum_exp + row).to(tl.float64)
-    teacher_total = tl.load(teacher_sum_exp + row).to(tl.float64)
-    inverse_sum, inverse_teacher_sum = (1.0 / total).to(tl.float32), (1.0 / teacher_total).to(tl.float32)
-    apart = (tl.log(total) - tl.log(teacher_total)).to(tl.float32)
-    inverse_t = inverse.to(tl.float32)
+    total, teacher_total = tl.load(sum_exp + row), tl.load(teacher_sum_exp + row)
+    known = known_of(tl.load(row_max + row), tl.load(teacher_max + row), total, teacher_total, inverse)
     scale = g.to(tl.float64) * inverse
     if not FORWARD:
         part = tl.load(student_part + row)
@@ -293,13 +292,9 @@ def divergence_backward_kernel(
     for start in range(begin, end, BLOCK):
         columns = start + offsets
         there = columns < end
-        a = tl.load(x + columns, mask=there, other=float("-inf"), eviction_policy="evict_first").to(
-            tl.float32
-        )
-        b = tl.load(y + columns, mask=there, other=float("-inf"), eviction_policy="evict_first").to(
-            tl.float32
-        )
-        p, q, ahead = pair_of(a, b, m, teacher_m, c, inverse_sum, inverse_teacher_sum, inverse_t, apart)
+        a = tl.load(x + columns, mask=there, other=float("-inf"), eviction_policy="evict_first")
+        b = tl.load(y + columns, mask=there, other=float("-inf"), eviction_policy="evict_first")
+        p, q, ahead = pair_of(a.to(tl.float32), b.to(tl.float32), known)
         if FORWARD:
             d = p - q
         elif REVERSE:

@@ -118,6 +118,6 @@ def _chunks(logits: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Indices (batch, position) of rows whose weight is not 0, as many as the workspace's limit has room
     for."""
     batch, position = weights.nonzero(as_tuple=True)
-    step = max(workspace.limit(logits.device) // (TENSORS * 4 * logits.shape[-1]), 1)
+    step = max(workspace.limit(logits.device) // (TENSORS * 4 * max(logits.shape[-1], 1)), 1)
     for a in range(0, len(batch), step):
         yield batch[a : a + step], position[a : a + step]

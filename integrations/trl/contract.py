@@ -97,10 +97,10 @@ def supported_utils(strict: bool) -> ModuleType:
 
 def is_fused() -> bool:
     """Whether trainers score in the fused head.  Before 1.15 they make logits, and 1.0 has no head at all."""
-    return not _is_before(FUSED)
+    return not is_before(FUSED)
 
 
-def _is_before(version: str) -> bool:
+def is_before(version: str) -> bool:
     import trl
     from packaging.version import InvalidVersion, Version  # TRL depends on it
 
@@ -138,7 +138,7 @@ def scoring_method(trainer: type) -> str:
 
 def counts_padding(trainer: Any) -> bool:
     """Whether the loss of a trainer has the tokens behind a completion, as that of LUSPO before TRL 1.10."""
-    return getattr(trainer, "loss_type", None) == "luspo" and _is_before("1.10")
+    return getattr(trainer, "loss_type", None) == "luspo" and is_before("1.10")
 
 
 def preference_trainers() -> tuple[type, ...]:
@@ -149,7 +149,7 @@ def preference_trainers() -> tuple[type, ...]:
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.kto_trainer import KTOTrainer
 
-    return (DPOTrainer,) if _is_before("1.9") else (DPOTrainer, KTOTrainer)
+    return (DPOTrainer,) if is_before("1.9") else (DPOTrainer, KTOTrainer)
 
 
 def checked(owner: Any, name: str) -> Any:

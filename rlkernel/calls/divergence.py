@@ -1,7 +1,9 @@
 """What a backend is asked for ``divergence``, and what it answers."""
 
+import functools
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -41,3 +43,11 @@ class DivergenceResults(NamedTuple):
     teacher_max: Tensor
     teacher_sum_exp: Tensor
     student_part: Tensor | None
+
+    @classmethod
+    def empty(cls, call: DivergenceCall) -> "DivergenceResults":
+        """Dense memory for what ``call`` asks for."""
+        dtype = torch.promote_types(call.logits.dtype, torch.float32)
+        row = functools.partial(torch.empty, call.logits.shape[:-1], dtype=dtype, device=call.logits.device)
+        entropy = row() if call.return_entropy else None
+        return cls(row(), entropy, row(), row(), row(), row(), row() if call.beta else None)

@@ -1,9 +1,7 @@
 """``divergence`` over the compiled extension's kernels for CPUs."""
 
-import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlkernel.calls.divergence import DivergenceCall, DivergenceResults
@@ -18,11 +16,8 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 
 def forward(call: DivergenceCall) -> DivergenceResults:
-    logits = call.logits
-    row = functools.partial(torch.empty, logits.shape[:-1], dtype=torch.float32, device=logits.device)
-    entropy = row() if call.return_entropy else None
-    results = DivergenceResults(row(), entropy, row(), row(), row(), row(), row() if call.beta else None)
-    kernels(logits.device).divergence_forward(**_pair(call), **results._asdict())
+    results = DivergenceResults.empty(call)
+    kernels(call.logits.device).divergence_forward(**_pair(call), **results._asdict())
     return results
 
 

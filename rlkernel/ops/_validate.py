@@ -28,6 +28,16 @@ def is_tensor(argument: str, x: Any) -> None:
         raise ValueError(f"{argument} must be a tensor, got {type(x).__name__}")
 
 
+def apart(argument: str, x: Tensor, option: str) -> None:
+    """No element of ``x`` lies where another one does, as what is written over must."""
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride <= reach:
+            want = "not be expanded" if stride == 0 else "hold elements that share no memory"
+            raise ValueError(f"{argument} must {want} with {option}, got strides {x.stride()}")
+        reach += stride * (size - 1)
+
+
 def without_gradient(argument: str, tensor: Tensor) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{argument} must not require a gradient (detach it), got requires_grad=True")

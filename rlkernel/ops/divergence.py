@@ -1,6 +1,5 @@
 """Divergence of a student's distribution from a teacher's, token by token: what distillation minimises."""
 
-import functools
 from types import ModuleType
 
 import torch
@@ -82,9 +81,8 @@ def divergence(
         raise ValueError(f"teacher_logits must be float64 beside float64 alone, got {got} beside {want}")
     beta = _validate.fraction("beta", beta)
     temperature = _validate.one_temperature(temperature, logits.dtype)
-    if inplace_backward and any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True)):
-        strides = logits.stride()
-        raise ValueError(f"logits must not be expanded with inplace_backward=True, got strides {strides}")
+    if inplace_backward:
+        _validate.apart("logits", logits, "inplace_backward=True")
     kept = _validate.mask(mask, "the rows of logits", logits[..., 0])
     kept = None if kept is None else kept.contiguous()
     logits, teacher_logits = (_validate.rows(x, x.dtype) for x in (logits, teacher_logits))
@@ -105,13 +103,6 @@ def _backward(
     return (impl.backward(call, results, _validate.dense(grad, results.row_max.dtype)),)
 
 
-def _like(call: DivergenceCall) -> DivergenceResults:
-    dtype = torch.promote_types(call.logits.dtype, torch.float32)
-    row = functools.partial(torch.empty, call.logits.shape[:-1], dtype=dtype, device=call.logits.device)
-    entropy = row() if call.return_entropy else None
-    return DivergenceResults(row(), entropy, row(), row(), row(), row(), row() if call.beta else None)
-
-
 op = Op(
     "divergence",
     DivergenceCall,
@@ -120,7 +111,7 @@ op = Op(
     pick=("logits", "teacher_logits"),
     forward=_forward,
     backward=_backward,
-    like=_like,
+    like=DivergenceResults.empty,
     gradients=("logits",),
     differentiable=("divergence",),
     saves=(

@@ -129,9 +129,8 @@ def logprob(
     temperature = _validate.temperature(temperature, rows, logits.dtype, logits.device)
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
         logits = logits.clone(memory_format=torch.contiguous_format)  # contiguous() lets strides of no row be
-    if inplace_backward and any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True)):
-        strides = logits.stride()
-        raise ValueError(f"logits must not be expanded with inplace_backward=True, got strides {strides}")
+    if inplace_backward:
+        _validate.apart("logits", logits, "inplace_backward=True")
     support = _support.checked(
         support_ids, support_offsets, target_ids.numel(), logits.shape[-1], logits.device
     )

@@ -91,10 +91,10 @@ def _triton() -> Checked:
         raise Missing(f"Triton is not installed: {error}") from error
     print(f"triton: {version}", flush=True)
     try:
-        records = portable.records(portable.reports())
+        reports = portable.reports()
     except RuntimeError as error:
         return Checked(version, {}, "", [str(error)])
-    return Checked(version, records, "", [])
+    return Checked(version, portable.records(reports), "", portable.spills(reports))
 
 
 def table(kernels: list[tuple[Job, Kernel]]) -> str:

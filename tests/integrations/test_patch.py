@@ -1,14 +1,12 @@
 """The machinery under every integration: all or nothing, in both directions."""
 
 import logging
-import os
-import signal
 import sys
 import threading
 import types
-import warnings
 
 import pytest
+from forks import ends_while_another_thread_holds
 
 from rlkernel.integrations import _patch
 from rlkernel.integrations._counted_patch import CountedPatch
@@ -260,24 +258,4 @@ def test_threads_apply_and_undo_one_after_the_other(first, second):
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_has_not(patch):
-    held, done = threading.Event(), threading.Event()
-
-    def hold():
-        with _patch.alone():
-            held.set()
-            done.wait(60)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(60)
-    with warnings.catch_warnings():  # Python 3.12 warns of threads
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        signal.alarm(10)
-        patch.apply()
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    done.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert ends_while_another_thread_holds(_patch.alone, patch.apply)
