@@ -4,9 +4,9 @@ An addition of two tiles of one dtype goes through seven calls, which look for o
 constants, and spreads each operand over the shape of the other before NumPy does it again. ``of`` gives the
 operators of ``tl.tensor`` a way of their own for what most kernels compute: two operands of one dtype of 32
 or 64 bits, int32 and int64, a tile and a number that its dtype holds, a pointer and an offset, and
-``x[:, None]``. What
-is none of these goes the way that it went before. Both ways are the same calls of NumPy on the same numbers
-in the same order of memory, so that they have the same bits: ``test_triton_interpreter.py`` compares them.
+``x[:, None]``. What is none of these goes the way that it went before. Both ways are the same calls of NumPy
+on the same numbers in the same order of memory, so that they have the same bits:
+``test_triton_interpreter.py`` compares them.
 """
 
 from collections.abc import Callable

@@ -122,8 +122,8 @@ def _check_keys(k: Tensor, q: Tensor, heads: int) -> None:
 def _check_written(q: Tensor, k: Tensor | None) -> None:
     """Of memory that is written twice the second turn would begin with what the first has written."""
     for name, x in (("q", q), ("k", k)):
-        if x is not None and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
-            raise ValueError(f"{name} must not be expanded with inplace=True, got strides {x.stride()}")
+        if x is not None:
+            _validate.apart(name, x, "inplace=True")
     if k is not None and _meet(q, k):
         raise ValueError("k must share no memory with q where inplace is True, got two views of one")
 
