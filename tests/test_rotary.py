@@ -178,7 +178,7 @@ def test_in_place_of_memory_that_is_written_twice(backend, device):
                 rlkernel.rotary(*given, **table)
         overlapping = one.new_zeros(96).as_strided((2, 2, 3, 8), (48, 24, 7, 1))
         with pytest.raises(ValueError, match="q must hold elements that share no memory with inplace=True"):
-            rlkernel.rotary(overlapping, **table)
+            rlkernel.rotary(overlapping, None, **table)
         # neighbours in one tensor, as a fused projection has them, are two
         want = rlkernel.rotary(heads[0], heads[1], inputs["cos"], inputs["sin"])
         got = rlkernel.rotary(heads[0], heads[1], **table)
