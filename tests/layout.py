@@ -214,6 +214,20 @@ def integration_files(root: Path) -> list[str]:
     return [f"{name} has no {path}" for name, path in wanted if not (root / path).is_file()]
 
 
+def test_modules(root: Path) -> list[str]:
+    """No module of tests has the name of one in a folder above it: pytest puts both folders on the path, and
+    ``import`` finds either."""
+    tests = root / "tests"
+    problems = []
+    for path in sorted(tests.rglob("*.py")):
+        above = path.relative_to(tests).parents[1:]
+        if path.name not in ("conftest.py", "__init__.py") and any(
+            (tests / f / path.name).is_file() for f in above
+        ):
+            problems.append(f"{path.relative_to(root)} has the name of a module in a folder above it")
+    return problems
+
+
 def stubs(root: Path) -> list[str]:
     """``_C.pyi`` has each kernel of ``kernels.h``."""
     kernels = re.findall(r"^  KERNEL\((\w+)\)", files.text_of(root / "csrc/include/rlkernel/kernels.h"), re.M)

@@ -211,6 +211,12 @@ RULES = {
         plant("docs/lost.md", "RLKERNEL_SPEED"),
         "nothing reads it",
     ),
+    "test_modules": (
+        layout.test_modules,
+        (),
+        plant("tests/integrations/test_scale.py", ""),
+        "tests/integrations/test_scale.py has the name of a module in a folder above it",
+    ),
     "stubs": (
         layout.stubs,
         (),

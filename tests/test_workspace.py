@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from forks import ends_while_another_thread_holds
+from fork_safety import ends_while_another_thread_holds
 
 from rlkernel.runtime import gpu, workspace
 from rlkernel.runtime.workspace import Carver

@@ -6,7 +6,7 @@ import threading
 import types
 
 import pytest
-from forks import ends_while_another_thread_holds
+from fork_safety import ends_while_another_thread_holds
 
 from rlkernel.integrations import _patch
 from rlkernel.integrations._counted_patch import CountedPatch
