@@ -48,6 +48,7 @@ from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
 from rlkernel.ops.layer_norm import layer_norm
+from rlkernel.ops.linear_divergence import linear_divergence
 from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistics
 from rlkernel.ops.linear_policy_loss import linear_policy_loss
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
@@ -139,6 +140,7 @@ __all__ = [
     "layer_norm",
     "linear_logprob",
     "linear_logprob_statistics",
+    "linear_divergence",
     "linear_policy_loss",
     "logprob",
     "logprobs_from_logits",

@@ -12,6 +12,8 @@ from rlkernel.triton_ops._device import taking_logits
 from rlkernel.triton_ops._sizes import cdiv, next_power_of_2
 from rlkernel.triton_ops.rms_norm import rows_of
 
+Rows = tuple[Tensor | None, int, int, int]  # a tensor, and the strides of its rows
+
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     logits, teacher_logits = tensors
@@ -19,8 +21,13 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 
 def forward(call: DivergenceCall) -> DivergenceResults:
-    logits, vocab = call.logits, call.logits.shape[-1]
     results = DivergenceResults.empty(call)
+    forward_into(call, results)
+    return results
+
+
+def forward_into(call: DivergenceCall, results: DivergenceResults) -> None:
+    logits, vocab = call.logits, call.logits.shape[-1]
     lanes, vec, warps = _plan(call)
     if logits.numel():
         x, y = rows_of(logits), rows_of(call.teacher_logits)
@@ -30,11 +37,10 @@ def forward(call: DivergenceCall) -> DivergenceResults:
                 SCATTERED=_is_scattered(vocab, x, y), LANES=lanes, VEC=vec, num_warps=warps,
                 enable_fp_fusion=False,
             )  # fmt: skip
-    return results
 
 
 def backward(call: DivergenceCall, results: DivergenceResults, grad: Tensor) -> Tensor:
-    logits, vocab = call.logits, call.logits.shape[-1]
+    logits = call.logits
     x = rows_of(logits)
     if call.inplace_backward:
         assert x[0] is not None
@@ -42,6 +48,21 @@ def backward(call: DivergenceCall, results: DivergenceResults, grad: Tensor) -> 
     else:
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         into = rows_of(out)
+    _launch_backward(call, results, grad, x, into)
+    if call.inplace_backward and out.data_ptr() != logits.data_ptr():
+        return logits.copy_(out.view(logits.shape))
+    return logits if call.inplace_backward else out
+
+
+def gradient_into(call: DivergenceCall, results: DivergenceResults, grad: Tensor, out: Tensor) -> None:
+    """The gradient of the logits, to ``out`` of any dtype, which may be either of the two logits."""
+    _launch_backward(call, results, grad, rows_of(call.logits), rows_of(out))
+
+
+def _launch_backward(
+    call: DivergenceCall, results: DivergenceResults, grad: Tensor, x: Rows, into: Rows
+) -> None:
+    logits, vocab = call.logits, call.logits.shape[-1]
     lanes, vec, warps = _plan(call)
     block = lanes * vec
     span = min(4, cdiv(vocab, block)) * block
@@ -53,12 +74,9 @@ def backward(call: DivergenceCall, results: DivergenceResults, grad: Tensor) -> 
                 *results[2:], *into, spans, **_kind(call), SPAN=span, BLOCK=block, num_warps=warps,
                 enable_fp_fusion=False,
             )  # fmt: skip
-    if call.inplace_backward and out.data_ptr() != logits.data_ptr():
-        return logits.copy_(out.view(logits.shape))
-    return logits if call.inplace_backward else out
 
 
-def _is_scattered(vocab: int, *tensors: tuple[Tensor | None, int, int, int]) -> bool:
+def _is_scattered(vocab: int, *tensors: Rows) -> bool:
     """Whether a row does not start, or end, at a multiple of 16 elements."""
     return vocab % 16 != 0 or any(
         n % 16 for x, _, outer, step in tensors if x is not None for n in (outer, step, x.data_ptr())

@@ -23,6 +23,7 @@ SHOWN = {  # a column: the backends that fill it, and what they do where there i
 CPU_ONLY = (
     "attention",
     "divergence",
+    "linear_divergence",
     "matmul",
     "paged_prefix_attention",
 )  # ops whose compiled kernels are a CPU's alone

@@ -1,7 +1,7 @@
 """What a backend is asked for ``divergence``, and what it answers."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ class DivergenceResults(NamedTuple):
     def empty(cls, call: DivergenceCall) -> "DivergenceResults":
         """Dense memory for what ``call`` asks for."""
         dtype = torch.promote_types(call.logits.dtype, torch.float32)
-        row = functools.partial(torch.empty, call.logits.shape[:-1], dtype=dtype, device=call.logits.device)
-        entropy = row() if call.return_entropy else None
-        return cls(row(), entropy, row(), row(), row(), row(), row() if call.beta else None)
+        return cls.of_rows(call.logits, call.logits.shape[:-1], dtype, call)
+
+    @classmethod
+    def of_rows(
+        cls, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, asked: Any
+    ) -> "DivergenceResults":
+        """The same for rows of ``shape`` on the device of ``like``."""
+        row = functools.partial(torch.empty, shape, dtype=dtype, device=like.device)
+        entropy = row() if asked.return_entropy else None
+        return cls(row(), entropy, row(), row(), row(), row(), row() if asked.beta else None)

@@ -19,6 +19,7 @@ from torch import Tensor
 from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobResults, RowGrads, State, Tile
 from rlkernel.drivers.linear_chosen import Chosen, choose, choose_again, operations
+from rlkernel.drivers.linear_gradients import head_gradients
 from rlkernel.drivers.linear_kept import KeptLogits
 from rlkernel.drivers.linear_logprob_fp8 import Fp8Scratch, Multiply
 from rlkernel.drivers.linear_logprob_statistics import TileStatistics
@@ -96,7 +97,7 @@ def backward(
     """The backward pass of every tiled backend."""
     hidden, weight, target_ids, head, needs = call.hidden, call.weight, call.target_ids, call.head, call.needs
     direction, log_sum = results.direction, results.log_sum
-    need_hidden, need_weight, need_bias = needs[0], needs[1], needs[2] and head.bias is not None
+    need_hidden, need_weight = needs[:2]
     if direction is not None and grads.logprobs is not None and grads.entropy is None and grads.lse is None:
         row = grads.logprobs[:, None]
         return LinearGrads(torch.where(row == 0, 0, row * direction).to(hidden.dtype))
@@ -111,45 +112,20 @@ def backward(
         weight_gradient=need_weight, owner=log_sum if there else None,
         plan=there.plan if there else backward_plan(weight, head, n), mask=mask if need_weight else None,
     )  # fmt: skip
-    # without a gather every element is written, else rows go where they belong
-    new_hidden = hidden.new_empty if rows is None and n else hidden.new_zeros
-    dhidden = new_hidden(hidden.shape) if need_hidden else None
-    dweight = (weight.new_empty if n else weight.new_zeros)(weight.shape) if need_weight else None
-    dbias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if need_bias else None
-
     stats = [select(x, rows) for x in (results.entropy, results.row_max, log_sum)]
     ids, t = select(target_ids, rows), select(head.temperature, rows)
     if mask is not None:  # to the kernels those that do not count are ignored ones: they write zeros there
         ids = torch.where(mask, ids, head.ignore_index)
     upstream = [select(g, rows) for g in grads]
+
+    def fill(logits: Tensor, v0: int, v1: int, a: int, b: int, dz: Tensor) -> None:
+        tile = tile_of(logits, head, ids[a:b], rows_of(t, a, b), v0, v1)
+        row_grads = RowGrads(*(rows_of(x, a, b) for x in upstream))
+        row_stats = LogprobResults.for_backward(*(rows_of(x, a, b) for x in stats))
+        kernels.tile_backward(tile, row_grads, row_stats, dz)
+
     with scratch:
-        for begin, end in scratch.rounds():
-            # after one round the weight's and the bias's are complete
-            into_weight, into_bias = (dweight, dbias) if begin == 0 else (None, None)
-            of_all = into_weight is not None or into_bias is not None
-            for v0, v1, w in scratch.weight_slices():
-                dw_slice = rows_of(into_weight, v0, v1)
-                dw = None if dw_slice is None else scratch.weight_gradient(dw_slice)
-                for a, b in scratch.chunks() if of_all else scratch.chunks(begin, end):
-                    h = scratch.hidden(rows, a, b)
-                    logits = scratch.logits(h, w, v0, a)
-                    dz = scratch.gradient(logits)
-                    tile = tile_of(logits, head, ids[a:b], rows_of(t, a, b), v0, v1)
-                    row_grads = RowGrads(*(rows_of(x, a, b) for x in upstream))
-                    row_stats = LogprobResults.for_backward(*(rows_of(x, a, b) for x in stats))
-                    kernels.tile_backward(tile, row_grads, row_stats, dz)
-                    if dhidden is not None and a < end:
-                        sums = scratch.round_sums(dhidden, a, b, begin)
-                        scratch.accumulate(sums, dz, w, v0 == 0)
-                        if v1 == weight.shape[0]:
-                            scratch.store_round(dhidden, rows, a, b, sums)
-                    if dw is not None:
-                        scratch.accumulate(dw, dz.T, h, a == 0)
-                    if into_bias is not None:
-                        into_bias[v0:v1] += dz.sum(0, dtype=torch.float32)
-                if dw is not None and dw_slice is not None and dw is not dw_slice:
-                    dw_slice.copy_(dw)
-    return LinearGrads(dhidden, dweight, None if dbias is None else dbias.to(bias_dtype))
+        return head_gradients(scratch, rows, needs, bias_dtype, fill)
 
 
 def _scratch(call: LinearLogprobCall, multiply: Multiply | None) -> Any:

@@ -25,12 +25,14 @@ class Scratch:
         self, hidden: Tensor, weight: Tensor, head: Head, n: int, gathered: bool, *, gradients: bool,
         hidden_gradient: bool = False, weight_gradient: bool = False, direction: bool = False,
         keep: bool = False, owner: Tensor | None = None, plan: Tile | None = None, mask: Tensor | None = None,
+        whole_rows: bool = False,
     ) -> None:  # fmt: skip
         """``direction``: rows of the hidden states' size are summed in forward.  ``mask`` [n]: operands of
-        the other rows are 0, whatever the hidden states hold there."""
+        the other rows are 0, whatever the hidden states hold there.  ``whole_rows``: the logits of a chunk
+        have the whole vocabulary, and its slices are columns of them."""
         self.source, self.weight, self.head, self.n, self.gathered = hidden, weight, head, n, gathered
         self._gradients, self._of_hidden, self._of_weight = gradients, hidden_gradient, weight_gradient
-        self._direction = direction
+        self._direction, self._whole_rows = direction, whole_rows
         self.plan = plan or tile_plan(weight, head, n)
         self._mask, self._may_be_masked = mask, False
         self._held: int | None = None  # the first row of the chunk whose operands are there
@@ -75,7 +77,7 @@ class Scratch:
         several = n > self.plan.tokens or weight_dtype != self.operand  # or the GEMM itself accumulates
         self._kept = part(self._layout.size(self._slots), dtype=dtype) if self._slots else None
         kept = carver.size
-        self._logits = part(tokens, wide, dtype=dtype)
+        self._logits = part(tokens, vocab if self._whole_rows else wide, dtype=dtype)
         self._carve_operands(carver, tokens, wide)
         accumulate = self._of_weight and several and weight_dtype != torch.float32
         self._dw = part(wide, size, dtype=torch.float32) if accumulate else None
@@ -129,9 +131,16 @@ class Scratch:
             )  # the backward pass leaves out rows without a gradient
             self._slots = lease.note.slots if self._known else 0
             self._layout = lease.note.layout
-        self._without_memory = dict(vars(self))
-        self._carve(Carver(lease.memory))
+        self.place(lease.memory)
         return self
+
+    def place(self, memory: Tensor) -> None:
+        """Take the parts of ``memory``, uint8 of at least ``size``, until ``let_go``."""
+        self._without_memory = dict(vars(self))
+        self._carve(Carver(memory))
+
+    def let_go(self) -> None:
+        vars(self).update(self._without_memory)
 
     def keep(self, owner: Tensor) -> None:
         """Leave the kept tiles to the backward pass that names ``owner``."""
@@ -141,7 +150,7 @@ class Scratch:
             workspace.keep(self.source.device, owner, size, note)
 
     def __exit__(self, *exception: Any) -> None:
-        vars(self).update(self._without_memory)  # no part outlives the lease
+        self.let_go()  # no part outlives the lease
         self._lease.__exit__(*exception)
 
     def weight_slices(self) -> Iterator[tuple[int, int, Tensor]]:
@@ -150,8 +159,11 @@ class Scratch:
             return
         for v0 in range(0, self.weight.shape[0], self.plan.vocab):
             v1 = min(v0 + self.plan.vocab, self.weight.shape[0])
-            w = rows_of(self.weight, v0, v1)
-            yield v0, v1, w if self._w is None else self._w[: v1 - v0].copy_(w.to(self.head.compute_dtype))
+            yield v0, v1, self.weight_slice(v0, v1)
+
+    def weight_slice(self, v0: int, v1: int) -> Tensor:
+        w = rows_of(self.weight, v0, v1)
+        return w if self._w is None else self._w[: v1 - v0].copy_(w.to(self.head.compute_dtype))
 
     def rows_at(self, index: Tensor) -> Tensor:
         """These rows of the weight in fp32, with the values that they have as operands."""
@@ -200,7 +212,13 @@ class Scratch:
             if index < self._slots:
                 tile = self._kept[start : start + rows * wide].view(rows, wide)
                 return tile if self._known else self._product(tile, h, w)
+        if self._whole_rows:
+            return self._product(self.rows_of_logits(rows)[:, v0 : v0 + wide], h, w)
         return self._product(dense(self._logits, rows, wide), h, w)
+
+    def rows_of_logits(self, count: int) -> Tensor:
+        """With ``whole_rows``: the logits of the chunk that was multiplied last, [count, V]."""
+        return self._logits[:count]
 
     def _product(self, tile: Tensor, h: Tensor, w: Tensor) -> Tensor:
         if self.product == "out_dtype" and tile.dtype == torch.float32:

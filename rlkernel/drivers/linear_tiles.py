@@ -33,7 +33,7 @@ GPU_ROWS = 512
 CPU_WHOLE_ROWS, GPU_WHOLE_ROWS = 128, 1024
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """All that a tile follows from, but for the limit."""
 
     vocab: int
@@ -45,7 +45,7 @@ class _Shape(NamedTuple):
     most: Tile
 
     @classmethod
-    def of(cls, weight: Tensor, head: Head) -> "_Shape":
+    def of(cls, weight: Tensor, head: Head) -> "Shape":
         device, (vocab, size) = weight.device, weight.shape
         most = CPU_TILE if device.type == "cpu" else GPU_TILE
         return cls(vocab, size, weight.dtype, head.logits_dtype, head.compute_dtype, device, most)
@@ -78,7 +78,7 @@ def tile_plan(weight: Tensor, head: Head, n: int | None = None) -> Tile:
     limit, and as many tokens as fit beside it.  On a GPU, ``n`` rows that are no more than those have wider
     slices; where the bits of a row must not follow their number, ``n`` is not looked at.
     """
-    shape, limit = _Shape.of(weight, head), workspace.limit(weight.device)
+    shape, limit = Shape.of(weight, head), workspace.limit(weight.device)
     plan = _tile_plan(shape, limit)
     if n is None or weight.device.type == "cpu" or not 0 < n <= plan.tokens or invariance.is_on():
         return plan
@@ -86,7 +86,7 @@ def tile_plan(weight: Tensor, head: Head, n: int | None = None) -> Tile:
 
 
 @functools.lru_cache
-def _tile_plan(shape: _Shape, limit: int) -> Tile:
+def _tile_plan(shape: Shape, limit: int) -> Tile:
     vocab, size, most, operand = shape.vocab, shape.size, shape.most, shape.operand
     logits = shape.logits_dtype.itemsize
     cell = shape.cell
@@ -94,7 +94,7 @@ def _tile_plan(shape: _Shape, limit: int) -> Tile:
     per_token = size * (operand.itemsize + 4)
     wide = min(vocab, most.vocab)
     while wide > 256 and wide * per_entry > limit // 2:
-        wide = _narrower(wide)
+        wide = narrower(wide)
     tokens = max((limit - wide * per_entry) // (cell * wide + per_token), 16)
     # linear_policy_loss keeps whole rows of logits, in these same tiles: its bits are those of linear_logprob
     if shape.device.type == "cpu":  # whose GEMMs lose little by it
@@ -112,7 +112,7 @@ def _tile_plan(shape: _Shape, limit: int) -> Tile:
 
 
 @functools.lru_cache
-def _few_rows(shape: _Shape, limit: int, n: int, plan: Tile) -> Tile:
+def _few_rows(shape: Shape, limit: int, n: int, plan: Tile) -> Tile:
     """``plan`` with the fewest slices of the vocabulary that few rows leave room for.
 
     The host takes longer for a narrow one than the GPU, and each ends in a wave of blocks that is not full.
@@ -134,7 +134,7 @@ def _few_rows(shape: _Shape, limit: int, n: int, plan: Tile) -> Tile:
     return plan
 
 
-def _widths(shape: _Shape, least: int) -> Iterator[int]:
+def _widths(shape: Shape, least: int) -> Iterator[int]:
     """Widths of slices, of the fewest slices first, down to ``least``: whole multiples of a GPU's slice."""
     unit = shape.most.vocab
     for count in range(1, -(-shape.vocab // unit)):
@@ -143,17 +143,17 @@ def _widths(shape: _Shape, least: int) -> Iterator[int]:
     wide = min(shape.vocab, unit)
     while wide > least:
         yield wide
-        wide = _narrower(wide)
+        wide = narrower(wide)
 
 
-def _all_rows(shape: _Shape, rows: int, wide: int) -> int:
+def _all_rows(shape: Shape, rows: int, wide: int) -> int:
     """Bytes of a slice of the logits of all rows, forward and backward."""
     of_slice = shape.converted + (4 if shape.sums_apart else 0)
     of_row = shape.cell * wide + shape.size * (shape.operand.itemsize + 4)
     return rows * of_row + wide * shape.size * of_slice + 8 * ALIGNMENT
 
 
-def _narrower(wide: int) -> int:
+def narrower(wide: int) -> int:
     half = wide // 2
     return max(256, half if half % 128 == 0 else half - half % 256)
 
@@ -169,11 +169,11 @@ def backward_plan(weight: Tensor, head: Head, n: int) -> Tile:
     if device.type == "cpu" or n == 0 or invariance.is_on():
         return plan
     rows = n if n <= plan.tokens else -(-n // GPU_ROWS) * GPU_ROWS
-    return _backward_plan(_Shape.of(weight, head), rows, workspace.limit(device), plan)
+    return _backward_plan(Shape.of(weight, head), rows, workspace.limit(device), plan)
 
 
 @functools.lru_cache
-def _backward_plan(shape: _Shape, rows: int, limit: int, plan: Tile) -> Tile:
+def _backward_plan(shape: Shape, rows: int, limit: int, plan: Tile) -> Tile:
     for wide in _widths(shape, GPU_WHOLE_ROWS):
         if _all_rows(shape, rows, wide) <= limit:
             return Tile(max(rows, plan.tokens), wide)
@@ -184,7 +184,7 @@ def _backward_plan(shape: _Shape, rows: int, limit: int, plan: Tile) -> Tile:
     return plan._replace(tokens=max(plan.tokens, min(room - room % GPU_ROWS, rows)))
 
 
-def _whole_rows(shape: _Shape, wide: int) -> tuple[int, int]:
+def _whole_rows(shape: Shape, wide: int) -> tuple[int, int]:
     """Bytes that linear_policy_loss needs at most to keep rows of whole logits: once, and for each row."""
     vocab, size, operand, logits = shape.vocab, shape.size, shape.operand, shape.logits_dtype.itemsize
     fixed = wide * size * shape.converted + (-(-vocab // wide) + 6) * ALIGNMENT
@@ -197,11 +197,11 @@ def _whole_rows(shape: _Shape, wide: int) -> tuple[int, int]:
 
 def one_pass_limit(weight: Tensor, head: Head) -> int:
     """The next larger workspace limit, in MiB, with which linear_policy_loss takes one pass over any rows."""
-    return _one_pass_limit(_Shape.of(weight, head), workspace.limit(weight.device) // 2**20 + 1)
+    return _one_pass_limit(Shape.of(weight, head), workspace.limit(weight.device) // 2**20 + 1)
 
 
 @functools.lru_cache
-def _one_pass_limit(shape: _Shape, least: int) -> int:
+def _one_pass_limit(shape: Shape, least: int) -> int:
     def holds(mib: int) -> bool:
         tokens, wide = _tile_plan.__wrapped__(shape, mib * 2**20)
         fixed, row = _whole_rows(shape, wide)

@@ -17,17 +17,26 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 def forward(call: DivergenceCall) -> DivergenceResults:
     results = DivergenceResults.empty(call)
-    kernels(call.logits.device).divergence_forward(**_pair(call), **results._asdict())
+    forward_into(call, results)
     return results
+
+
+def forward_into(call: DivergenceCall, results: DivergenceResults) -> None:
+    kernels(call.logits.device).divergence_forward(**_pair(call), **results._asdict())
 
 
 def backward(call: DivergenceCall, results: DivergenceResults, grad: Tensor) -> Tensor:
     out = call.logits if call.inplace_backward else dense_like(call.logits)
+    into = rows_of(out)
+    gradient_into(call, results, grad, into)
+    return out if into.data_ptr() == out.data_ptr() else out.copy_(into.view(out.shape))
+
+
+def gradient_into(call: DivergenceCall, results: DivergenceResults, grad: Tensor, out: Tensor) -> None:
+    """The gradient of the logits, to ``out`` of their dtype, which may be either of the two logits."""
     statistics = results._asdict()
     del statistics["divergence"], statistics["entropy"]
-    into = rows_of(out)
-    kernels(out.device).divergence_backward(**_pair(call), grad=grad, **statistics, out=into)
-    return out if into.data_ptr() == out.data_ptr() else out.copy_(into.view(out.shape))
+    kernels(out.device).divergence_backward(**_pair(call), grad=grad, **statistics, out=out)
 
 
 def _pair(call: DivergenceCall) -> dict[str, Any]:

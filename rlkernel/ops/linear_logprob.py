@@ -306,29 +306,35 @@ def checked_head(
     logits_dtype: torch.dtype,
     sharded: bool = False,
     is_fp8: bool = False,
+    prefix: str = "",
 ) -> Head:
     """What is between the product and the softmax; raises ValueError, also for the product's operands.
 
-    The weight of a rank's shard may have no rows."""
-    _validate.floating("hidden", hidden)
+    The weight of a rank's shard may have no rows.  ``prefix``: of the names of arguments in errors."""
+    of_hidden, of_weight, of_bias = (f"{prefix}{name}" for name in ("hidden", "weight", "bias"))
+    _validate.floating(of_hidden, hidden)
     if not is_fp8:
-        _validate.floating("weight", weight)
+        _validate.floating(of_weight, weight)
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
-        raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
+        raise ValueError(f"{of_hidden} must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or not (len(weight) or sharded):
-        raise ValueError(f"weight must be [V, {hidden.shape[-1]}] with V >= 1, got {tuple(weight.shape)}")
-    _validate.same_device("weight", weight, "hidden", hidden.device)
+        raise ValueError(
+            f"{of_weight} must be [V, {hidden.shape[-1]}] with V >= 1, got {tuple(weight.shape)}"
+        )
+    _validate.same_device(of_weight, weight, of_hidden, hidden.device)
     if bias is not None:
-        _validate.floating("bias", bias)
+        _validate.floating(of_bias, bias)
         if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
-        _validate.same_device("bias", bias, "hidden", hidden.device)
+            raise ValueError(f"{of_bias} must be [{weight.shape[0]}], got {tuple(bias.shape)}")
+        _validate.same_device(of_bias, bias, of_hidden, hidden.device)
     rows = hidden.shape[:-1]
     compute_dtype = _compute_dtype(hidden, hidden if is_fp8 else weight)
     temperature = _validate.temperature(temperature, rows, compute_dtype, hidden.device)
-    logit_scale = _validate.number("logit_scale", logit_scale)
+    logit_scale = _validate.number(f"{prefix}logit_scale", logit_scale)
     if softcap is not None:
-        softcap = _validate.number("softcap", softcap, 0.0, above=True, want="> 0 and finite, or None")
+        softcap = _validate.number(
+            f"{prefix}softcap", softcap, 0.0, above=True, want="> 0 and finite, or None"
+        )
     if not isinstance(logits_dtype, torch.dtype) or logits_dtype not in _validate.FLOATS[:3]:
         raise ValueError(f"logits_dtype must be float16, bfloat16 or float32, got {logits_dtype}")
     if logits_dtype not in (torch.float32, compute_dtype) and compute_dtype.itemsize < 4:
