@@ -1,4 +1,4 @@
-"""``linear_divergence`` in tiles: library GEMMs into the workspace, then the kernels of ``divergence`` over it.
+"""``linear_divergence`` in tiles: library GEMMs into the workspace, then the kernels of ``divergence``.
 
 Forward takes whole rows of both logits, as many as the workspace holds, so that Jensen and Shannon's, which
 reads them twice, needs no second product.  Backward computes them again, one slice of the vocabulary outside
@@ -32,15 +32,15 @@ def forward(kernels: Any, call: LinearDivergenceCall) -> DivergenceResults:
     rows, mask = _chosen(call, call.mask, 1)
     n = count if rows is None else rows.numel()
     results = DivergenceResults.of_rows(call.hidden, (n,), call.wide, call)
-    pair = [
+    student, teacher = (
         Scratch(hidden, weight, head, n, rows is not None, gradients=False, plan=plan, whole_rows=True)
         for (hidden, weight, head), plan in zip(_models(call), forward_plans(call), strict=True)
-    ]
-    with _side_by_side(*pair):
-        for a, b in pair[0].chunks():
-            logits = [_whole_rows(scratch, rows, a, b) for scratch in pair]
+    )
+    with _side_by_side(student, teacher):
+        for a, b in student.chunks():
+            logits, other = (_whole_rows(scratch, rows, a, b) for scratch in (student, teacher))
             there = DivergenceResults(*(rows_of(x, a, b) for x in results))
-            kernels.forward_into(call.of_logits(*logits, rows_of(mask, a, b)), there)
+            kernels.forward_into(call.of_logits(logits, other, rows_of(mask, a, b)), there)
     return DivergenceResults(*(scatter(x, rows, count) for x in results))
 
 

@@ -1,4 +1,4 @@
-"""The tiles of ``linear_divergence``: whole rows of both logits forward, slices of the vocabulary backward."""
+"""The tiles of ``linear_divergence``: whole rows of logits forward, slices of the vocabulary backward."""
 
 import torch
 

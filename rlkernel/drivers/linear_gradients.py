@@ -18,7 +18,7 @@ class Fill(Protocol):
 def head_gradients(
     scratch: Scratch, rows: Tensor | None, needs: Needs, bias_dtype: torch.dtype | None, fill: Fill
 ) -> LinearGrads:
-    """Those of ``needs``, from the logits of ``rows`` that ``scratch`` multiplies, one tile after the other."""
+    """Those of ``needs``, from the logits of ``rows`` that ``scratch`` multiplies tile by tile."""
     hidden, weight, n = scratch.source, scratch.weight, scratch.n
     # without a gather every element is written, else rows go where they belong
     new_hidden = hidden.new_empty if rows is None and n else hidden.new_zeros

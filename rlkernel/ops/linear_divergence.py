@@ -112,7 +112,8 @@ def linear_divergence(
         own.logit_scale, own.softcap, own.compute_dtype,
         other.logit_scale, other.softcap, other.compute_dtype, return_entropy,
     )  # fmt: skip
-    return DivergenceOutput(*(None if x is None else x.view(rows) for x in op(call)))
+    divergence, entropy = op(call)
+    return DivergenceOutput(divergence.view(rows), None if entropy is None else entropy.view(rows))
 
 
 def _gathered(name: str, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
