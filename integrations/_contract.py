@@ -128,7 +128,9 @@ def _made(function: Any) -> Any:
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
+    value = parameter.default
+    shown = value.__name__ if inspect.isfunction(value) else repr(value)  # which has no address in it
+    default = "" if value is inspect.Parameter.empty else f"={shown}"
     star: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     return f"{star.get(parameter.kind, '')}{parameter.name}{default}"
 

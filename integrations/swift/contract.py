@@ -15,6 +15,7 @@ HOMES = {  # of each piece, the module that it replaces something in
     "dpo": f"{TRAINERS}.dpo_trainer",
     "kto": f"{TRAINERS}.kto_trainer",
     "cpo": f"{TRAINERS}.rlhf_mixin",
+    "losses": f"{TRAINERS}.gkd_loss",
     "advantages": "swift.rl_core.advantage",
 }
 
@@ -35,6 +36,15 @@ PARAMETERS = {
     "RLHFTrainerMixin.concatenated_forward": ("self", "model", "batch"),
     "RLHFTrainerMixin.get_per_token_logps": (
         "self", "logits", "labels", "label_pad_token_id=-100", "reduction='mean'",
+    ),
+    # gkd_loss
+    "gkd_loss": (
+        "student_logits", "teacher_output", "labels", "beta", "temperature", "gather_fn=default_gather",
+        "log_softmax_fn=default_log_softmax", "kl_div_fn=default_kl_div", "chunk_size=512",
+    ),
+    "jsd_loss": (
+        "s_logits", "t_logits", "beta", "log_softmax_fn=default_log_softmax", "kl_div_fn=default_kl_div",
+        "chunk_size=512",
     ),
     # rl_core.advantage
     "compute_advantages": (

@@ -7,7 +7,7 @@ import os
 from rlkernel.integrations._parts import Asked, Switch
 from rlkernel.types import SwiftPart
 
-PARTS: tuple[SwiftPart, ...] = ("logprobs", "fused_head", "advantages")
+PARTS: tuple[SwiftPart, ...] = ("logprobs", "fused_head", "losses", "advantages")
 _SWITCH = Switch("SWIFT_RLKERNEL", PARTS)
 OWN = SWITCH, STRICT = _SWITCH.name, _SWITCH.strict
 asked, called, is_strict = _SWITCH.asked, _SWITCH.called, _SWITCH.is_strict

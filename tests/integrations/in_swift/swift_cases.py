@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import tiny
+import torch
 from doors import Door, Logits
 from swift.arguments.sft_args import SftArguments
 from swift.pipelines.train.rlhf import SwiftRLHF
@@ -44,10 +45,15 @@ class Letters(ORM):
 orms["letters"] = Letters
 
 
-def save(path, vocabulary=VOCABULARY):
+def save(path, vocabulary=VOCABULARY, scale=1.0):
+    """A model with its tokenizer; ``scale``: of its parameters, as all that are saved are alike."""
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = CHAT
-    tiny.make_model(vocab=vocabulary, hidden=32).save_pretrained(path)
+    model = tiny.make_model(vocab=vocabulary, hidden=32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 

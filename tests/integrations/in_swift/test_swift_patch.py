@@ -36,6 +36,8 @@ def test_what_is_replaced_and_restored():
             ("swift.rlhf_trainers.dpo_trainer.DPOTrainer.concatenated_forward", "linear_logprob"),
             ("swift.rlhf_trainers.kto_trainer.KTOTrainer.forward", "linear_logprob"),
             ("swift.rlhf_trainers.rlhf_mixin.RLHFTrainerMixin.concatenated_forward", "linear_logprob"),
+            ("swift.rlhf_trainers.gkd_trainer.gkd_loss", "divergence"),
+            ("swift.rlhf_trainers.gkd_loss.jsd_loss", "divergence"),
             ("swift.rlhf_trainers.grpo_trainer.compute_advantages", "group_advantages"),
         ):
             assert patch.replaced[place] == f"rlkernel.{new}"
@@ -52,7 +54,9 @@ def test_parts(part):
         places = " ".join(patch.replaced)
         assert (METHOD in places) == ("KTOTrainer" in places) == (part == "fused_head")
         assert ("compute_advantages" in places) == (part == "advantages")
-        assert ("selective_log_softmax" in places) == (part != "advantages")  # it looks up what was scored
+        assert ("jsd_loss" in places) == (part == "losses")
+        # it looks up what was scored
+        assert ("selective_log_softmax" in places) == (part in ("logprobs", "fused_head"))
         DOOR.check_parts(part)
     patch.undo()
 
