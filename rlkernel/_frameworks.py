@@ -172,7 +172,9 @@ def patch_skyrl(parts: Iterable[SkyrlPart] | None = None, *, strict: bool = True
 
 
 def patch_swift(parts: Iterable[SwiftPart] | None = None, *, strict: bool = True) -> SwiftPatch:
-    """Replace the logits of SWIFT's trainers, its loss of GKD and its advantages; see ``rlkernel.integrations.swift.patch``.
+    """Replace the logits of SWIFT's trainers, its loss of GKD and its advantages.
+
+    See ``rlkernel.integrations.swift.patch``.
 
     Examples:
         >>> with rlkernel.patch_swift() as patch:

@@ -21,8 +21,8 @@ def patch(parts: Iterable[SwiftPart] | None = None, *, strict: bool = True) -> S
     warned of once a reason, and summed up in the log by ``undo()``.
 
     Args:
-        parts: what to replace, of ``"logprobs"``, ``"fused_head"``, ``"losses"`` and ``"advantages"``; None: all
-            of it.
+        parts: what to replace, of ``"logprobs"``, ``"fused_head"``, ``"losses"`` and ``"advantages"``; None:
+            all of it.
         strict: a version of SWIFT that has not been run, or a function that is not what that version has, is
             an error.  Otherwise each such function is left to SWIFT, with the reason in ``refused`` and in
             the log.

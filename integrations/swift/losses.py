@@ -1,5 +1,5 @@
-"""The loss of SWIFT's distillation (GKD) by ``divergence``: without copies of the rows that count, and without
-the tensors of the logits' size that its formula leaves for backward."""
+"""The loss of SWIFT's distillation (GKD) by ``divergence``: without copies of the rows that count, and
+without the tensors of the logits' size that its formula leaves for backward."""
 
 from __future__ import annotations
 
