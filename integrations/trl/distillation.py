@@ -42,7 +42,7 @@ class Distillation:
         self._arrivals = Arrivals(set(self._plans), self._arrived)
 
     def begin(self) -> None:
-        """Plan for the modules that are here, and wait for the others.  Some may have come while it was off."""
+        """Replace in the modules that are here, and wait for the others; some came while the patch was off."""
         for name in sorted(self._arrivals.names & sys.modules.keys()):
             self._arrivals.names.discard(name)
             self._arrived(name)
