@@ -27,7 +27,7 @@ GENERATE = "_generate_and_score_completions"
 BEGIN, TRAIN = "__init__", "train"  # of the class that all trainers inherit
 UNWRAP = "unwrap_model_for_generation"
 GKD, JSD = "trl.experimental.gkd.gkd_trainer", "generalized_jsd_loss"  # since TRL 1.9 as in PARAMETERS
-DISTILLATION, DIVERGENCE = "trl.trainer.distillation_trainer", "ChunkedDivergenceFunction"
+KERNELS, DIVERGENCE = "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction"  # since TRL 1.15
 ENGINE, SYNC = "_init_vllm", "sync_weights"  # of what talks to vLLM
 PARAMETERS = {
     HEAD: (

@@ -1,7 +1,7 @@
 """The losses of TRL's trainers of distillation, without TRL's tensors of the logits' size.
 
 ``GKDTrainer`` has logits, of which ``divergence`` is the loss; ``DistillationTrainer`` has hidden states and
-both lm_heads (``linear_distillation``).  Their modules take seconds to import: they are waited for.
+both lm_heads (``linear_distillation``).  What has them takes seconds to import, and is waited for.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Distillation:
 
     def __init__(self, patch: CountedPatch) -> None:
         self.patch = patch
-        self._plans = {contract.GKD: self._plan_gkd, contract.DISTILLATION: self._plan_divergence}
+        self._plans = {contract.GKD: self._plan_gkd, contract.KERNELS: self._plan_divergence}
         self._arrivals = Arrivals(set(self._plans), self._arrived)
 
     def begin(self) -> None:
-        """Replace in the modules that are here, and wait for the others; some came while the patch was off."""
+        """Replace in the modules that are here, some since the patch was off, and wait for the others."""
         for name in sorted(self._arrivals.names & sys.modules.keys()):
             self._arrivals.names.discard(name)
             self._arrived(name)
@@ -54,9 +54,10 @@ class Distillation:
 
     def _arrived(self, name: str) -> None:
         """Of a version whose loss is another one, nothing is replaced."""
-        planned = len(self.patch._plan)
+        plan, everywhere = self.patch._plan, self.patch._everywhere
+        before = len(plan), len(everywhere)
         self._plans[name](sys.modules[name])
-        self.patch._place(self.patch._plan[planned:], [])
+        self.patch._place(plan[before[0] :], everywhere[before[1] :])
 
     def _plan_gkd(self, module: ModuleType) -> None:
         if contract.is_before("1.9"):  # whose loss is not divided by the items of the batch
@@ -67,11 +68,10 @@ class Distillation:
             self.patch.replace(trainer, contract.JSD, staticmethod(new), expected=original)
 
     def _plan_divergence(self, module: ModuleType) -> None:
-        if contract.DIVERGENCE not in vars(module):  # TRL before 1.15 has another one, or no such trainer
-            return
+        """``DistillationTrainer`` takes it by name as its module is imported; under TRL 1.15 in every step."""
         if (original := self._checked(module, contract.DIVERGENCE)) is not None:
             new = DivergenceHead(original, self.patch, sys.modules["trl.trainer.utils"])
-            self.patch.replace(module, contract.DIVERGENCE, new, expected=original)
+            self.patch.replace_everywhere("trl", contract.DIVERGENCE, new, expected=original)
 
     def _checked(self, owner: Any, name: str) -> Any:
         try:

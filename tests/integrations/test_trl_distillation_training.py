@@ -12,9 +12,7 @@ from trl_trainers import lora
 
 import rlkernel
 
-distillation = pytest.importorskip("trl.trainer.distillation_trainer")
-if not hasattr(distillation, "ChunkedDivergenceFunction"):
-    pytest.skip("needs a TRL with ChunkedDivergenceFunction", allow_module_level=True)
+pytest.importorskip("trl.kernels.chunked_divergence", reason="needs TRL 1.15 or later")
 nothing_left_behind = trl_places.nothing_left_behind
 
 NAME = "ChunkedDivergenceFunction"
@@ -53,9 +51,9 @@ def train(tmp_path):
     def train(student="Qwen2", teacher="Qwen2", peft_config=None, **options):
         """Losses and metrics of every step and of an evaluation, and the weights after the last."""
         settings = {
-            **tiny.TRAINING, "output_dir": str(tmp_path), "max_steps": STEPS, "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 4, "max_completion_length": 6, "gradient_checkpointing": False,
-            "temperature": 0.9, **options,
+            **tiny.TRAINING, "output_dir": str(tmp_path), "max_steps": STEPS, "temperature": 0.9,
+            "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_completion_length": 6,
+            "gradient_checkpointing": False, **options,
         }  # fmt: skip
         trainer = trl.DistillationTrainer(
             model=model(student), teacher_model=model(teacher, hidden=64, seed=1),
@@ -121,12 +119,16 @@ def test_undo_leaves_no_trace(train):
 WAITS = """
 import sys, rlkernel
 patch = rlkernel.patch_trl(vllm=False)
-assert "trl.trainer.distillation_trainer" not in sys.modules
+assert "trl.kernels.chunked_divergence" not in sys.modules
 import trl
 trl.DistillationTrainer
-place = sys.modules["trl.trainer.distillation_trainer"]
+import trl.kernels.chunked_divergence
+modules = [x for name, x in sys.modules.items() if name.startswith("trl.")]
+places = [x for x in modules if "ChunkedDivergenceFunction" in vars(x)]
+assert len(places) == 1 + (trl.__version__ >= "1.16")
 def now():
-    return repr(vars(place)["ChunkedDivergenceFunction"])
+    (name,) = {repr(vars(place)["ChunkedDivergenceFunction"]) for place in places}
+    return name
 assert now() == "rlkernel.linear_divergence" and "ChunkedDivergenceFunction -> rlkernel" in repr(patch)
 assert "trl.experimental.gkd.gkd_trainer" not in sys.modules
 patch.undo()

@@ -12,13 +12,12 @@ from bitwise import assert_equal
 
 import rlkernel
 
+kernels = pytest.importorskip("trl.kernels.chunked_divergence", reason="needs TRL 1.15 or later")
 distillation = pytest.importorskip("trl.trainer.distillation_trainer")
-if not hasattr(distillation, "ChunkedDivergenceFunction"):
-    pytest.skip("needs a TRL with ChunkedDivergenceFunction", allow_module_level=True)
 nothing_left_behind = trl_places.nothing_left_behind
 
 NAME = "ChunkedDivergenceFunction"
-UPSTREAM = getattr(distillation, NAME)
+UPSTREAM = getattr(kernels, NAME)
 HALF, FULL = torch.bfloat16, torch.float32
 ROWS, VOCAB = 37, 211
 PLAIN = {"beta": 0.5, "temperature": 1.0, "scale": (1.0, 1.0), "softcap": (None, None)}
@@ -41,7 +40,7 @@ def models(dtypes=(FULL,) * 4, bias=True, seed=0):
 def call(inputs, beta, temperature, scale, softcap):
     """TRL's call."""
     pairs = [x for pair in zip(scale, softcap, strict=True) for x in pair]
-    return getattr(distillation, NAME).apply(*inputs, beta, temperature, *pairs)
+    return getattr(kernels, NAME).apply(*inputs, beta, temperature, *pairs)
 
 
 def upstream_gradient(rows):
@@ -294,12 +293,17 @@ def test_under_batch_invariance_rows_do_not_depend_on_others():
 
 # What is put where
 
+MODULES = (
+    (kernels, distillation) if hasattr(distillation, NAME) else (kernels,)
+)  # 1.15 imports it as it calls it
+
 
 def test_it_is_replaced_and_comes_back():
     with rlkernel.patch_trl(vllm=False) as patch:
-        assert patch.replaced[f"{distillation.__name__}.{NAME}"] == "rlkernel.linear_divergence"
-        assert getattr(distillation, NAME) is not UPSTREAM
-    assert getattr(distillation, NAME) is UPSTREAM
+        for module in MODULES:
+            assert patch.replaced[f"{module.__name__}.{NAME}"] == "rlkernel.linear_divergence"
+            assert getattr(module, NAME) is not UPSTREAM
+    assert all(getattr(module, NAME) is UPSTREAM for module in MODULES)
 
 
 def test_another_contract_is_left_with_a_warning(monkeypatch, caplog):
@@ -308,17 +312,13 @@ def test_another_contract_is_left_with_a_warning(monkeypatch, caplog):
         def forward(ctx, student_hidden, student_weight, beta):
             return student_hidden
 
-    monkeypatch.setattr(distillation, NAME, Other)
+    for module in MODULES:
+        monkeypatch.setattr(module, NAME, Other)
     monkeypatch.setattr(logging.getLogger("rlkernel.patch_trl"), "disabled", False)
     with caplog.at_level(logging.WARNING, "rlkernel.patch_trl"), rlkernel.patch_trl(vllm=False) as patch:
-        assert getattr(distillation, NAME) is Other and f"{distillation.__name__}.{NAME}" not in patch.replaced
-    assert f"leaves it to TRL: {distillation.__name__}.{NAME} must take (student_hidden, " in caplog.text
-
-
-def test_a_module_without_it_is_left_silently(monkeypatch, caplog):
-    """As TRL 1.10 to 1.14 have it."""
-    monkeypatch.delattr(distillation, NAME)
-    monkeypatch.setattr(logging.getLogger("rlkernel.patch_trl"), "disabled", False)
-    with caplog.at_level(logging.INFO, "rlkernel.patch_trl"), rlkernel.patch_trl(vllm=False) as patch:
-        assert f"{distillation.__name__}.{NAME}" not in patch.replaced
-    assert "leaves" not in caplog.text
+        assert all(getattr(module, NAME) is Other for module in MODULES)
+        assert not [path for path in patch.replaced if path.endswith(NAME)]
+    want = (
+        f"leaves it to TRL: {kernels.__name__}.{NAME} must take (student_hidden, student_weight, student_bias"
+    )
+    assert want in caplog.text
