@@ -68,7 +68,7 @@ class Distillation:
             self.patch.replace(trainer, contract.JSD, staticmethod(new), expected=original)
 
     def _plan_divergence(self, module: ModuleType) -> None:
-        """``DistillationTrainer`` takes it by name as its module is imported; under TRL 1.15 in every step."""
+        """``DistillationTrainer``'s module takes it by name; under TRL 1.15 every step of it does."""
         if (original := self._checked(module, contract.DIVERGENCE)) is not None:
             new = DivergenceHead(original, self.patch, sys.modules["trl.trainer.utils"])
             self.patch.replace_everywhere("trl", contract.DIVERGENCE, new, expected=original)

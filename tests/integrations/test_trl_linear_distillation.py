@@ -219,7 +219,7 @@ def test_what_is_left_to_trl(reason):
     {
         "beta is no number in": {"beta": 1.5},
         "the temperature is no number above 0": {"temperature": -1.0},
-        "student_logit_scale is no finite number": {"scale": (torch.tensor(0.5), 1.0)},
+        "student_logit_scale is no finite number": {"scale": (float("inf"), 1.0)},
         "teacher_final_logit_softcapping is no number above 0": {"softcap": (None, 0.0)},
     }.items(),
 )
