@@ -322,3 +322,14 @@ def test_another_contract_is_left_with_a_warning(monkeypatch, caplog):
         f"leaves it to TRL: {kernels.__name__}.{NAME} must take (student_hidden, student_weight, student_bias"
     )
     assert want in caplog.text
+
+
+def test_traces_without_graph_breaks():
+    inputs = models()
+    with rlkernel.patch_trl(vllm=False) as patch:
+        eager = run(inputs)
+        traced = torch.compile(lambda *x: call(x, **PLAIN), backend="aot_eager", fullgraph=True)(*inputs)
+        (traced[0] * upstream_gradient(ROWS)).sum().backward()
+    assert patch.calls == {NAME: 1} and not patch.fallbacks  # of the eager call: tracing counts nothing
+    found = [traced[0].detach(), traced[1]], [x.grad for x in inputs[:3]]
+    torch.testing.assert_close(found, tuple(eager))
