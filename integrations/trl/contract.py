@@ -27,6 +27,7 @@ GENERATE = "_generate_and_score_completions"
 BEGIN, TRAIN = "__init__", "train"  # of the class that all trainers inherit
 UNWRAP = "unwrap_model_for_generation"
 GKD, JSD = "trl.experimental.gkd.gkd_trainer", "generalized_jsd_loss"  # since TRL 1.9 as in PARAMETERS
+KERNELS, DIVERGENCE = "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction"  # since TRL 1.15
 ENGINE, SYNC = "_init_vllm", "sync_weights"  # of what talks to vLLM
 PARAMETERS = {
     HEAD: (
@@ -56,6 +57,12 @@ PARAMETERS = {
     JSD: (
         "student_logits", "teacher_logits", "labels=None", "beta=0.5", "temperature=1.0",
         "reduction='batchmean'", "num_items_in_batch=None",
+    ),
+    DIVERGENCE: (
+        "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight",
+        "teacher_bias", "beta", "temperature=1.0", "student_logit_scale=1.0",
+        "student_final_logit_softcapping=None", "teacher_logit_scale=1.0",
+        "teacher_final_logit_softcapping=None",
     ),
     ENGINE: ("self",),
     SYNC: ("self",),

@@ -1,11 +1,13 @@
-"""The loss of TRL's ``GKDTrainer`` by ``divergence``, without TRL's tensors of the logits' size.
+"""The losses of TRL's trainers of distillation, without TRL's tensors of the logits' size.
 
-Its module is experimental, and takes seconds to import: it is waited for.
+``GKDTrainer`` has logits, of which ``divergence`` is the loss; ``DistillationTrainer`` has hidden states and
+both lm_heads (``linear_distillation``).  What has them takes seconds to import, and is waited for.
 """
 
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +26,7 @@ from rlkernel.integrations._replacing import (
     unsuitable,
 )
 from rlkernel.integrations.trl import contract
+from rlkernel.integrations.trl.linear_distillation import DivergenceHead
 from rlkernel.ops.divergence import divergence
 
 IGNORED = -100
@@ -35,35 +38,47 @@ class Distillation:
 
     def __init__(self, patch: CountedPatch) -> None:
         self.patch = patch
-        self._arrivals = Arrivals({contract.GKD}, lambda name: self._arrived())
-
-    def plan(self) -> None:
-        """Of a version whose loss is another one, nothing is replaced."""
-        if contract.GKD in sys.modules:
-            self._plan()
+        self._plans = {contract.GKD: self._plan_gkd, contract.KERNELS: self._plan_divergence}
+        self._arrivals = Arrivals(set(self._plans), self._arrived)
 
     def begin(self) -> None:
-        if contract.GKD not in sys.modules:
+        """Replace in the modules that are here, some since the patch was off, and wait for the others."""
+        for name in sorted(self._arrivals.names & sys.modules.keys()):
+            self._arrivals.names.discard(name)
+            self._arrived(name)
+        if self._arrivals.names:
             self._arrivals.begin()
 
     def end(self) -> None:
         self._arrivals.end()
 
-    def _arrived(self) -> None:
-        planned = len(self.patch._plan)
-        self._plan()
-        self.patch._place(self.patch._plan[planned:], [])
+    def _arrived(self, name: str) -> None:
+        """Of a version whose loss is another one, nothing is replaced."""
+        plan, everywhere = self.patch._plan, self.patch._everywhere
+        before = len(plan), len(everywhere)
+        self._plans[name](sys.modules[name])
+        self.patch._place(plan[before[0] :], everywhere[before[1] :])
 
-    def _plan(self) -> None:
-        trainer = sys.modules[contract.GKD].GKDTrainer
-        try:
-            original = contract.checked(trainer, contract.JSD)
-        except PatchError as error:
-            if not contract.is_before("1.9"):  # whose loss is not divided by the items of the batch
-                self.patch.logger.warning("%s() leaves it to TRL: %s", self.patch.name, error)
+    def _plan_gkd(self, module: ModuleType) -> None:
+        if contract.is_before("1.9"):  # whose loss is not divided by the items of the batch
             return
-        new = replacement(self.patch, original.__func__, "divergence", _unable, _loss)
-        self.patch.replace(trainer, contract.JSD, staticmethod(new), expected=original)
+        trainer = module.GKDTrainer
+        if (original := self._checked(trainer, contract.JSD)) is not None:
+            new = replacement(self.patch, original.__func__, "divergence", _unable, _loss)
+            self.patch.replace(trainer, contract.JSD, staticmethod(new), expected=original)
+
+    def _plan_divergence(self, module: ModuleType) -> None:
+        """``DistillationTrainer``'s module takes it by name; under TRL 1.15 every step of it does."""
+        if (original := self._checked(module, contract.DIVERGENCE)) is not None:
+            new = DivergenceHead(original, self.patch, sys.modules["trl.trainer.utils"])
+            self.patch.replace_everywhere("trl", contract.DIVERGENCE, new, expected=original)
+
+    def _checked(self, owner: Any, name: str) -> Any:
+        try:
+            return contract.checked(owner, name)
+        except PatchError as error:
+            self.patch.logger.warning("%s() leaves it to TRL: %s", self.patch.name, error)
+            return None
 
 
 def _unable(given: Arguments) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import LinearLogprobStatistics
-from rlkernel.integrations.trl.contract import FLOATS, HEAD, OUTPUTS
+from rlkernel.integrations.trl.contract import HEAD, OUTPUTS
+from rlkernel.integrations.trl.lm_heads import gathered_again, in_hidden_dtype, unsupported
 from rlkernel.integrations.trl.support import Rows
 from rlkernel.integrations.trl.trl_patch import TrlPatch
 from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistics
@@ -58,7 +57,7 @@ class Head:
         self, hidden: Tensor, weight: Tensor, targets: Tensor, outputs: tuple[str, ...], head: dict[str, Any]
     ) -> tuple[Tensor | None, ...] | str:
         """The same with the options of ``linear_logprob``, or why the call is left to TRL."""
-        if reason := _head_unsupported(hidden, weight):
+        if reason := unsupported(hidden=hidden, weight=weight):
             return reason
         self.patch.count(self.patch.calls, HEAD)
         skipped = self.patch.prefix.unlabelled(len(hidden)) if self.patch.prefix else 0
@@ -70,7 +69,7 @@ class Head:
             head = {**head, "logits_dtype": hidden.dtype}
         hidden, targets = hidden[skipped:], targets[skipped:]
         scores: Any
-        with _hidden_dtype(hidden, weight), _gathered_again(self.utils, weight, head["bias"]):
+        with in_hidden_dtype((hidden, weight)), gathered_again(self.utils, weight, head["bias"]):
             if self.patch.batch_invariant and _changes_logits(head):
                 # also with statistics: a reference's head, which is asked for none, has the same numbers
                 scores = of_logits(hidden, weight, targets, support, also, **head)
@@ -127,49 +126,3 @@ def _statistics(
         of_targets >= z.amax(-1) if "is_top1" in names else None,
         (2 * z.log_softmax(-1)).logsumexp(-1) if "log_sum_sq_probs" in names else None,
     )
-
-
-def _head_unsupported(hidden: Tensor, weight: Tensor) -> str | None:
-    """Why this call is left to TRL, or None."""
-    for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if tensor.dtype not in FLOATS:
-            return f"{name} is {tensor.dtype}"
-    return None
-
-
-def _hidden_dtype(hidden: Tensor, weight: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """TRL computes in autocast's dtype, else in hidden's; linear_logprob in the wider of both.
-
-    Naming the dtype through autocast spares a converted copy of the head and keeps the head's gradient in its
-    dtype.
-    """
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) or hidden.dtype.itemsize >= weight.dtype.itemsize:
-        return contextlib.nullcontext()
-    return torch.autocast(kind, dtype=hidden.dtype)
-
-
-@contextlib.contextmanager
-def _gathered_again(utils: ModuleType, *head: Tensor | None) -> Iterator[None]:
-    """Under ZeRO-3, backward finds the head gathered as forward did.
-
-    TRL's fused head gathers the partitioned parameters around forward only, and their memory is gone when
-    backward runs. What the op saves of them is replaced by a request to gather them again.
-    """
-    partitioned = {p.data_ptr(): p for p in head if p is not None and hasattr(p, "ds_status")}
-    if not partitioned:
-        yield
-        return
-
-    def pack(saved: Tensor) -> Tensor | tuple[Tensor]:
-        parameter = partitioned.get(saved.data_ptr())
-        return saved if parameter is None or parameter.shape != saved.shape else (parameter,)
-
-    def unpack(packed: Tensor | tuple[Tensor]) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        with utils.maybe_gather_lm_head_ctx(packed[0]):
-            return packed[0].data  # keeps the memory for this backward when the parameter lets go of it
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield

@@ -95,7 +95,6 @@ def patch(
         result.support.plan()
     _plan_method(result, contract.is_fused())
     result.distillation = Distillation(result)
-    result.distillation.plan()
     return result.apply()
 
 

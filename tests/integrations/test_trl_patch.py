@@ -124,19 +124,6 @@ def test_an_undone_patch_comes_back_after_another():
     assert getattr(utils, HEAD) is UPSTREAM[HEAD]
 
 
-def test_distillation_stays_trls():
-    """As the documentation says: it scores no tokens, so nothing that is replaced runs in it."""
-    divergence = pytest.importorskip("trl.trainer.distillation_trainer")._chunked_divergence_loss
-    g = torch.Generator().manual_seed(0)
-    hidden, teacher = (torch.randn(2, 3, 8, generator=g, requires_grad=True) for _ in range(2))
-    heads = [torch.randn(11, 8, generator=g) for _ in range(2)]
-    stock = divergence(hidden, teacher, *heads, torch.ones(2, 3), 0.5)
-    with rlkernel.patch_trl() as patch:
-        found = divergence(hidden, teacher, *heads, torch.ones(2, 3), 0.5)
-    assert all(torch.equal(a, b) for a, b in zip(found, stock, strict=True))
-    assert not patch.calls and not patch.fallbacks
-
-
 def test_refuses_a_head_of_another_contract(monkeypatch):
     class Other(torch.autograd.Function):
         @staticmethod
