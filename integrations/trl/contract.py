@@ -26,7 +26,8 @@ EXTRACT = "extract_logprobs"  # of vLLM's outputs
 GENERATE = "_generate_and_score_completions"
 BEGIN, TRAIN = "__init__", "train"  # of the class that all trainers inherit
 UNWRAP = "unwrap_model_for_generation"
-GKD, JSD = "trl.experimental.gkd.gkd_trainer", "generalized_jsd_loss"  # since TRL 1.9 as in PARAMETERS
+JSD = "generalized_jsd_loss"  # since TRL 1.9 as in PARAMETERS
+GKD, GOLD = "trl.experimental.gkd.gkd_trainer", "trl.experimental.gold.gold_trainer"
 KERNELS, DIVERGENCE = "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction"  # since TRL 1.15
 ENGINE, SYNC = "_init_vllm", "sync_weights"  # of what talks to vLLM
 PARAMETERS = {
@@ -57,6 +58,10 @@ PARAMETERS = {
     JSD: (
         "student_logits", "teacher_logits", "labels=None", "beta=0.5", "temperature=1.0",
         "reduction='batchmean'", "num_items_in_batch=None",
+    ),
+    f"GOLDTrainer.{JSD}": (
+        "student_logits", "teacher_logits", "labels=None", "beta=0.5", "temperature=1.0",
+        "reduction='batchmean'", "logits_are_probs=False", "num_items_in_batch=None",
     ),
     DIVERGENCE: (
         "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight",
@@ -161,7 +166,8 @@ def preference_trainers() -> tuple[type, ...]:
 
 def checked(owner: Any, name: str) -> Any:
     """TRL's function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
-    return _contract.checked(owner, name, PARAMETERS[name], "TRL", SUPPORTED)
+    known = PARAMETERS.get(f"{owner.__name__}.{name}") or PARAMETERS[name]
+    return _contract.checked(owner, name, known, "TRL", SUPPORTED)
 
 
 def checked_earlier(owner: Any, name: str) -> Any:

@@ -1,11 +1,13 @@
 """The losses of TRL's trainers of distillation, without TRL's tensors of the logits' size.
 
-``GKDTrainer`` has logits, of which ``divergence`` is the loss; ``DistillationTrainer`` has hidden states and
-both lm_heads (``linear_distillation``).  What has them takes seconds to import, and is waited for.
+``GKDTrainer`` and ``GOLDTrainer`` have logits, of which ``divergence`` is the loss; ``DistillationTrainer``
+has hidden states and both lm_heads (``linear_distillation``).  What has them takes seconds to import, and is
+waited for.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import ModuleType
 from typing import Any
@@ -38,7 +40,11 @@ class Distillation:
 
     def __init__(self, patch: CountedPatch) -> None:
         self.patch = patch
-        self._plans = {contract.GKD: self._plan_gkd, contract.KERNELS: self._plan_divergence}
+        self._plans = {
+            contract.GKD: functools.partial(self._plan_of_logits, "GKDTrainer"),
+            contract.GOLD: functools.partial(self._plan_of_logits, "GOLDTrainer"),
+            contract.KERNELS: self._plan_divergence,
+        }
         self._arrivals = Arrivals(set(self._plans), self._arrived)
 
     def begin(self) -> None:
@@ -59,10 +65,10 @@ class Distillation:
         self._plans[name](sys.modules[name])
         self.patch._place(plan[before[0] :], everywhere[before[1] :])
 
-    def _plan_gkd(self, module: ModuleType) -> None:
+    def _plan_of_logits(self, name: str, module: ModuleType) -> None:
         if contract.is_before("1.9"):  # whose loss is not divided by the items of the batch
             return
-        trainer = module.GKDTrainer
+        trainer = getattr(module, name)
         if (original := self._checked(trainer, contract.JSD)) is not None:
             new = replacement(self.patch, original.__func__, "divergence", _unable, _loss)
             self.patch.replace(trainer, contract.JSD, staticmethod(new), expected=original)
@@ -83,6 +89,8 @@ class Distillation:
 
 def _unable(given: Arguments) -> str | None:
     student, teacher, labels = (given[name] for name in ("student_logits", "teacher_logits", "labels"))
+    if given.get("logits_are_probs"):  # GOLD's of two tokenizers
+        return "logits_are_probs is set"
     if reason := unsuitable(NARROW, student_logits=student, teacher_logits=teacher):
         return reason
     if student.dim() < 2 or student.shape != teacher.shape or not student.shape[-1]:

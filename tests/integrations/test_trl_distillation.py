@@ -1,4 +1,5 @@
-"""patch_trl() under the real GKDTrainer: its loss by divergence, whenever its module is imported."""
+"""patch_trl() under the real GKDTrainer and GOLDTrainer: their loss by divergence, whenever their modules are
+imported."""
 
 import subprocess
 import sys
@@ -15,6 +16,7 @@ pytest.importorskip("trl")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that what is experimental may change
     from trl.experimental.gkd import GKDConfig, GKDTrainer
+    from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
 LABELS = torch.tensor([[5, -100, 3, 2, 1, -100], [-100, -100, 3, 2, 1, 9]])
 
@@ -24,12 +26,13 @@ def logits(dtype=torch.float32):
     return [(2 * torch.randn(2, 6, 43, generator=g)).to(dtype) for _ in range(2)]
 
 
-def run(student, teacher, **options):
+def run(student, teacher, trainer=GKDTrainer, **options):
     leaf = student.clone().requires_grad_()
-    loss = GKDTrainer.generalized_jsd_loss(leaf, teacher, **options)
+    loss = trainer.generalized_jsd_loss(leaf, teacher, **options)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
+@pytest.mark.parametrize("trainer", [GKDTrainer, GOLDTrainer])
 @pytest.mark.parametrize("options", [
     {}, {"labels": LABELS}, {"labels": LABELS, "reduction": "sum", "beta": 0.1},
     {"reduction": "mean", "beta": 1},
@@ -37,12 +40,13 @@ def run(student, teacher, **options):
     {"labels": LABELS, "num_items_in_batch": torch.tensor(9), "temperature": 0.4},
     {"labels": torch.full((2, 6), -100)},
 ], ids=str)  # fmt: skip
-def test_its_loss_is_trls(options):
+def test_its_loss_is_trls(options, trainer):
     """Against TRL's in fp64, at most twice as far from it as TRL's in fp32."""
+    options = options | {"trainer": trainer}
     want, stock = run(*logits(torch.float64), **options), run(*logits(), **options)
     with rlkernel.patch_trl(vllm=False) as patch:
         found = run(*logits(), **options)
-        assert patch.calls["GKDTrainer.generalized_jsd_loss"] == 1 and not patch.fallbacks
+        assert patch.calls[f"{trainer.__name__}.generalized_jsd_loss"] == 1 and not patch.fallbacks
     for ours, theirs, exact in zip(found, stock, want, strict=True):
         lost = (theirs.double() - exact).abs().max()
         assert (ours.double() - exact).abs().max() <= 2 * lost + 2e-7 * exact.abs().max()
@@ -76,9 +80,30 @@ def test_what_is_left_to_trl():
         with rlkernel.patch_trl(vllm=False) as patch, pytest.warns(UserWarning, match=reason):
             assert_equal(reason, GKDTrainer.generalized_jsd_loss(**given).detach(), want.detach())
         assert patch.fallbacks == {f"GKDTrainer.generalized_jsd_loss: {reason}": 1}
+    given = dict(
+        student_logits=student.softmax(-1), teacher_logits=teacher.softmax(-1), logits_are_probs=True
+    )
+    want = GOLDTrainer.generalized_jsd_loss(**given)
+    with rlkernel.patch_trl(vllm=False), pytest.warns(UserWarning, match="logits_are_probs is set"):
+        assert_equal("of two tokenizers", GOLDTrainer.generalized_jsd_loss(**given), want)
 
 
-def test_training_is_trls(tmp_path):
+def byte_tokenizer():
+    """Of bytes, as GOLD wants one even where teacher and student have the same."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<bos>", "<eos>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+@pytest.mark.parametrize(("kind", "config"), [(GKDTrainer, GKDConfig), (GOLDTrainer, GOLDConfig)])
+def test_training_is_trls(tmp_path, kind, config):
     """Three steps on completions that the student draws itself, and on those of the data."""
     from datasets import Dataset
 
@@ -91,18 +116,21 @@ def test_training_is_trls(tmp_path):
         ]
         for i in range(12)
     ]
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = tiny.make_tokenizer() if kind is GKDTrainer else byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}"
     )
 
+    length = "max_new_tokens" if kind is GKDTrainer else "max_completion_length"
+
     def train(lmbda):
-        trainer = GKDTrainer(
+        trainer = kind(
             model=str(tmp_path / "student"), teacher_model=str(tmp_path / "teacher"),
-            args=GKDConfig(
+            args=config(
                 **tiny.TRAINING
                 | {"output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 4},
-                lmbda=lmbda, beta=0.3, max_new_tokens=6, temperature=0.9,
+                lmbda=lmbda, beta=0.3, temperature=0.9,
+                **{length: 6},
             ),
             train_dataset=Dataset.from_dict({"messages": said}), processing_class=tokenizer,
         )  # fmt: skip
@@ -114,7 +142,7 @@ def test_training_is_trls(tmp_path):
         theirs = train(lmbda)
         with rlkernel.patch_trl(vllm=False) as patch:
             ours = train(lmbda)
-        assert patch.calls["GKDTrainer.generalized_jsd_loss"] >= 3 and not patch.fallbacks
+        assert patch.calls[f"{kind.__name__}.generalized_jsd_loss"] >= 3 and not patch.fallbacks
         assert len(ours[0]) == 3 and ours[0] == pytest.approx(theirs[0], abs=1e-5)
         assert max((ours[1][k] - x).abs().max().item() for k, x in theirs[1].items()) < 2e-4
 
