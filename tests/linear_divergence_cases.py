@@ -1,4 +1,4 @@
-"""What the test files of linear_divergence share: running it in small tiles, and judging the result by fp64."""
+"""What the test files of linear_divergence share: running it in small tiles, and judging it by fp64."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def check_against_fp64(backend, inputs, grad=None, needs=NAMES, **options):
         leaf = name.removeprefix("grad of ")
         assert ours[name].dtype == (inputs[leaf].dtype if leaf in inputs else torch.float32), name
         if leaf in inputs:
-            # backward's tiles are not those that the statistics are of: a probability is off by a logit's unit
+            # backward's tiles are not those of the statistics: a probability is off by a logit's unit
             apart = logits * largest(exact) if inputs[leaf].dtype == torch.float32 else 0.0
             check(name, ours[name], torchs[name], exact, apart)
         else:  # differences of logarithms, which are as large as logits are far apart

@@ -28,7 +28,8 @@ DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
 )
 EVERY_OPTION = {
-    "temperature": 0.8, "logit_scale": 1.3, "softcap": 5.0, "teacher_logit_scale": 0.7, "teacher_softcap": 7.0,
+    "temperature": 0.8, "logit_scale": 1.3, "softcap": 5.0,
+    "teacher_logit_scale": 0.7, "teacher_softcap": 7.0,
 }  # fmt: skip
 OPTIONS = {
     "plain": {},
@@ -127,9 +128,7 @@ def test_is_the_divergence_of_the_logits(backend, device, beta, small_tiles):
         want = rlkernel.divergence(
             logits, teacher_logits.detach(), beta=beta, mask=mask, temperature=0.8, return_entropy=True
         )
-        grads = torch.autograd.grad(
-            want.divergence, [leaves[x] for x in NAMES], upstream(want.divergence)
-        )
+        grads = torch.autograd.grad(want.divergence, [leaves[x] for x in NAMES], upstream(want.divergence))
     torch.testing.assert_close(got["divergence"], want.divergence, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(got["entropy"], want.entropy, rtol=1e-5, atol=2e-6)
     for name, grad in zip(NAMES, grads, strict=True):
@@ -167,7 +166,9 @@ def test_shapes_and_strides_of_users(backend, device, small_tiles):
     for change in (
         lambda x: x.mT.contiguous().mT,  # by columns
         lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0],  # every other element
-        lambda x: torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]],  # a part of wider rows
+        lambda x: torch.cat([x, torch.full_like(x, torch.nan)], -1)[
+            ..., : x.shape[-1]
+        ],  # a part of wider rows
     ):
         strided = {name: change(x) for name, x in (inputs | rows).items() if x.dim() == 2}
         got = run(backend, inputs | rows | strided, mask=mask[:, :-1].reshape(-1), **options)
@@ -215,7 +216,9 @@ def test_trls_function_says_the_same(backend, option, beta, small_tiles):
         grad = upstream(torch.empty(19))
         got = run(backend, inputs, grad, beta=beta, return_entropy=True, **OPTIONS[option])
         for name, want in trls(inputs, grad, beta, OPTIONS[option]).items():
-            torch.testing.assert_close(got[name], want, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n} {m}")
+            torch.testing.assert_close(
+                got[name], want, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n} {m}"
+            )
 
 
 @pytest.mark.parametrize("beta", BETAS)

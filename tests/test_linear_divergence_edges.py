@@ -27,7 +27,7 @@ NO_NUMBER = (torch.nan, torch.inf, -torch.inf)
 
 @pytest.fixture
 def choice(request, monkeypatch, small_tiles):
-    """Rows that count are gathered, or all are computed and the others masked, as for little work on a GPU."""
+    """Those that count are gathered, or all are computed and the others masked, as on a GPU."""
     monkeypatch.setattr(linear_chosen, "is_counted", lambda *_: request.param == "gathered")
     monkeypatch.setattr(gpu, "runs_ahead", lambda device: request.param == "masked")
     return request.param
@@ -133,7 +133,7 @@ def test_tokens_that_a_bias_filters(backend, device, beta, small_tiles):
 
 @ON_EVERY_BACKEND
 def test_tokens_that_one_bias_filters(backend, device, small_tiles):
-    """The divergence is infinite where the weight is on what the other has not; see docs/ops/divergence.md."""
+    """The divergence is infinite where the weight is on what the other has not."""
     for name in ("bias", "teacher_bias"):
         inputs = inputs_of(11, 16, 101, device=device)
         inputs[name][[5, 77]] = -torch.inf
@@ -186,7 +186,12 @@ def test_a_row_does_not_feel_the_others(dtype, limit):
     options = {"beta": 0.3, "return_entropy": True, "softcap": 9.0}
     with rlkernel.batch_invariant(), workspace.limited(limit):
         whole = run("native", inputs, grad, **options)
-        for rows in (torch.tensor([0]), torch.tensor([66, 3, 40]), torch.arange(66, -1, -1), torch.arange(30)):
+        for rows in (
+            torch.tensor([0]),
+            torch.tensor([66, 3, 40]),
+            torch.arange(66, -1, -1),
+            torch.arange(30),
+        ):
             part = inputs | {name: inputs[name][rows] for name in per_row}
             got = run("native", part, grad[rows], **options)
             for name in of_row:

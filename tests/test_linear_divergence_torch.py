@@ -1,4 +1,4 @@
-"""linear_divergence: how autograd, autocast, torch.compile and DTensors use it, and what it says of bad input."""
+"""linear_divergence: how autograd, torch.compile and DTensors use it, and what it says of bad input."""
 
 import contextlib
 
@@ -44,9 +44,11 @@ def test_gradcheck(beta):
     options = dict(temperature=0.7, logit_scale=1.3, softcap=3.0, teacher_softcap=4.0)
     with rlkernel.use_backend("reference"):
         assert torch.autograd.gradcheck(
-            lambda *student: rlkernel.linear_divergence(
-                **leaves | dict(zip(NAMES, student, strict=True)), beta=beta, **options
-            ).divergence,
+            lambda *student: (
+                rlkernel.linear_divergence(
+                    **leaves | dict(zip(NAMES, student, strict=True)), beta=beta, **options
+                ).divergence
+            ),
             [leaves[name] for name in NAMES],
         )
 
@@ -155,7 +157,9 @@ def test_who_runs_it():
     rlkernel.linear_divergence(**call)
     assert rlkernel.last_backend("linear_divergence") in dispatch.BACKENDS
     for wide, backends in ((call, ("native", "reference")), (double(call), ("reference",))):
-        able = {name for name, reasons in rlkernel.explain("linear_divergence", **wide).items() if not reasons}
+        able = {
+            name for name, reasons in rlkernel.explain("linear_divergence", **wide).items() if not reasons
+        }
         assert able >= {*backends} and ("native" in able) == ("native" in backends)
         assert wide is call or "triton" not in able
     out = rlkernel.linear_divergence(**double(call), return_entropy=True)
@@ -174,11 +178,11 @@ BAD = [
     (dict(weight=torch.zeros(0, 4)), r"^weight must be \[V, 4\] with V >= 1, got \(0, 4\)"),
     (dict(bias=torch.zeros(4)), r"^bias must be \[5\], got \(4,\)"),
     (dict(bias=torch.zeros(5).long()), "^bias must be float16, .* got int64"),
-    (dict(teacher_hidden=torch.zeros(3, 3)), r"^teacher_hidden must be \[2, K\], the rows of hidden, got \(3, 3\)"),
+    (dict(teacher_hidden=torch.zeros(3, 3)), r"^teacher_hidden must be \[2, K\], the rows .* got \(3, 3\)"),
     (dict(teacher_hidden=torch.zeros(1, 2, 3)), r"^teacher_hidden must be \[2, K\], .* got \(1, 2, 3\)"),
     (dict(teacher_hidden=torch.zeros(2, 3).int()), "^teacher_hidden must be float16, .* got int32"),
-    (dict(teacher_hidden=torch.zeros(2, 3, requires_grad=True)), "^teacher_hidden must not require a gradient"),
-    (dict(teacher_hidden=torch.zeros(2, 3).double()), "^teacher_hidden must be float64 beside float64 alone, got"),
+    (dict(teacher_hidden=torch.zeros(2, 3, requires_grad=True)), "^teacher_hidden must not require a"),
+    (dict(teacher_hidden=torch.zeros(2, 3).double()), "^teacher_hidden must be float64 beside float64 a"),
     (dict(teacher_hidden=torch.zeros(2, 3, device="meta"), teacher_weight=torch.zeros(5, 3, device="meta")),
      "^teacher_hidden must be on hidden's device cpu, got meta"),
     (dict(teacher_weight=torch.zeros(5, 4)), r"^teacher_weight must be \[V, 3\] with V >= 1, got \(5, 4\)"),
@@ -204,7 +208,7 @@ def test_bad_input_is_named(change, message):
 
 
 def _dtensors(rank, kind):
-    """The most that results of heads which ranks hold parts of differ from those of whole heads, or an error."""
+    """How far results are from those of whole heads where ranks hold parts of them, and the errors."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp" if kind == "tp" else "dp",))
@@ -251,7 +255,7 @@ def _dtensors(rank, kind):
 @pytest.mark.slow
 @ranks.pytestmark
 def test_heads_that_are_dtensors(tmp_path):
-    """Of data parallelism they are gathered, with the mean of the gradients; of tensor parallelism refused."""
+    """Over data parallelism gathered, with the mean of the gradients; over tensor parallelism refused."""
     found = ranks.run(_dtensors, ["dp", "replicated", "tp"], tmp_path)
     for kind in ("dp", "replicated"):
         for messages, apart in found[kind]:

@@ -26,7 +26,7 @@ small_tiles = linear_divergence_cases.small_tiles
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_products_are_not_done_for_nothing(beta, small_tiles):
-    """One of each model forward and backward, one more for each gradient, and of the rows that count alone."""
+    """One of each model forward and backward, one more a gradient, and of the rows that count alone."""
     n, size, vocab = 24, 16, 96
     inputs, unit = inputs_of(n, size, vocab, teacher_size=2 * size), 2 * n * size * vocab
 
