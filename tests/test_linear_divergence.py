@@ -98,6 +98,19 @@ def test_mixed_dtypes(backend, device, widest, small_tiles):
 
 
 @ON_EVERY_BACKEND
+def test_no_product_is_in_the_dtype_of_the_other(backend, device, small_tiles):
+    """A teacher in fp32 keeps its digits beside a student in bf16, and the other way round."""
+    for of_student, of_teacher in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
+        inputs = inputs_of(11, 16, 101, device=device)
+        inputs = {
+            name: x.to(of_teacher if name.startswith("teacher") else of_student) for name, x in inputs.items()
+        }
+        got = run(backend, inputs, beta=0.3)["divergence"]
+        want = definition(*both_logits(double(inputs), {}), 0.3)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@ON_EVERY_BACKEND
 @pytest.mark.parametrize("needs", [(x,) for x in NAMES] + [NAMES[::2], NAMES[1:], NAMES[:2]], ids=str)
 def test_only_the_needed_gradients(backend, device, needs, small_tiles):
     inputs = inputs_of(11, 16, 101, dtype=torch.bfloat16, device=device)
