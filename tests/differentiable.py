@@ -15,6 +15,7 @@ IDS = torch.tensor([[1, 4, 0], [2, 2, 3]])
 FLAT = IDS.flatten()
 MASK = torch.ones(2, 3, dtype=torch.bool)
 ADVANTAGES = _rows(2)
+TEACHER = _rows(6, 7), _rows(5, 7)
 SUPPORT = {
     "support_ids": torch.tensor([1, 4, 0, 2]),
     "support_offsets": torch.tensor([0, 2, 2, 3, 4, 4, 4]),
@@ -28,6 +29,10 @@ def _batch():
 
 def _head(hidden, weight, bias, **options):
     return rlkernel.linear_logprob(hidden, weight, FLAT, bias=bias, **options).logprobs.sum()
+
+
+def _linear_divergence(hidden, weight, bias):
+    return rlkernel.linear_divergence(hidden, weight, *TEACHER, bias=bias).divergence.sum()
 
 
 def _linear_policy(hidden, weight, bias):
@@ -62,6 +67,7 @@ OPS = {
         lambda hidden, weight: rlkernel.linear_logprob_statistics(hidden, weight, FLAT).logprobs.sum(),
         {"hidden": (6, 4), "weight": (5, 4)},
     ),
+    "linear_divergence": (_linear_divergence, HEAD),
     "matmul": (
         lambda a, b, bias: rlkernel.matmul(a, b, bias).square().sum(),
         {"a": (6, 4), "b": (4, 5), "bias": (5,)},

@@ -137,6 +137,9 @@ def _divergences():
                 logits.requires_grad_(), teacher, beta=beta, mask=torch.tensor([1, 0, 1]), return_entropy=True
             )
             out.divergence.sum().backward()
+    models = [torch.randn(n, size, requires_grad=size == 8) for size in (8, 6) for n in (3, 10)]
+    out = rlkernel.linear_divergence(*models, beta=0.5, mask=torch.tensor([1, 0, 1]), softcap=5.0)
+    out.divergence.sum().backward()
 
 
 def _samples():

@@ -44,6 +44,12 @@ CALLS = {
     rlkernel.logprobs_from_logits: {"logits": torch.randn(2, 4, 5), "labels": IDS},
     rlkernel.entropy_from_logits: {"logits": torch.randn(2, 4, 5)},
     rlkernel.divergence: {name: torch.randn(2, 4, 5) for name in ("logits", "teacher_logits")},
+    rlkernel.linear_divergence: {
+        "hidden": torch.randn(2, 4, 3),
+        "weight": HEAD["weight"],
+        "teacher_hidden": torch.randn(2, 4, 6),
+        "teacher_weight": torch.randn(5, 6),
+    },
     rlkernel.matmul: {"a": ROWS, "b": torch.randn(4, 3)},
     rlkernel.policy_loss: {"logprobs": ROWS, **POLICY},
     rlkernel.policy_loss_preset: {"name": "grpo"},
@@ -97,7 +103,7 @@ VALUES = {
 }
 # values that are good beside those that the annotation allows: None, a flag, 1.5 for a number
 GOOD = {
-    **dict.fromkeys(("logit_scale", "ignore_index", "seed", "entropy_coef"), {"-1"}),
+    **dict.fromkeys(("logit_scale", "teacher_logit_scale", "ignore_index", "seed", "entropy_coef"), {"-1"}),
     "clip_cov_lb": {"-1", "-inf"},
     "clip_cov_ub": {"inf", "10**400"},
     **dict.fromkeys(("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"), {"-1"}),
@@ -360,7 +366,8 @@ def test_tensors_of_any_strides(op):
         rlkernel.paged_prefix_attention,
         rlkernel.paged_prefix_plan,
     ):
-        op(**call | {k: x if k in ("weight", "state", "b") else x[:0] for k, x in spread.items()})
+        whole = ("weight", "teacher_weight", "state", "b")
+        op(**call | {k: x if k in whole else x[:0] for k, x in spread.items()})
 
 
 def _shown(found):

@@ -20,6 +20,7 @@ from rlkernel.reference import (
     group_advantages,
     kl_shaped_rewards,
     layer_norm,
+    linear_divergence,
     linear_logprob,
     linear_policy_loss,
     logprob,
@@ -191,6 +192,48 @@ def test_logprob_over_supports_reads_no_value(backend, device, monkeypatch):
         inputs["logits"].requires_grad_()
         out = rlkernel.logprob(**inputs, **support, return_entropy=True)
         torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), inputs["logits"])
+
+
+def _divergence_results(inputs, watched):
+    """Outputs and gradients of linear_divergence with and without a softcap."""
+    found = []
+    rows = torch.arange(11, device=inputs["hidden"].device)
+    for softcap in (None, 4.0):
+        leaves = {name: x.requires_grad_(not name.startswith("teacher")) for name, x in inputs.items()}
+        with watched():
+            out = rlkernel.linear_divergence(
+                **leaves, mask=rows % 4 > 0, softcap=softcap, logit_scale=1.2, return_entropy=True
+            )
+        loss = (out.divergence * (rows != QUIET)).sum()
+        with watched():
+            grads = torch.autograd.grad(loss, [leaves["hidden"], leaves["weight"]])
+        found += [out.divergence.detach(), out.entropy, *grads]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [pair for pair in of("linear_divergence") if "reference" not in str(pair)]
+)
+def test_rows_of_few_operations_are_not_counted_for_a_divergence(backend, device, monkeypatch):
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "GPU_TILE", Tile(8, 48))
+    inputs = linear_divergence.make_inputs(11, 16, 70, teacher_size=9, device=device)
+    with running("reference"):
+        want = _divergence_results(inputs, contextlib.nullcontext)
+    with running(backend):
+        for name in ("hidden", "teacher_hidden"):
+            inputs[name].detach()[::4] = torch.nan  # under the mask
+            inputs[name].detach()[QUIET] = torch.nan
+        monkeypatch.setattr(gpu, "runs_ahead", lambda device: True)
+        methods = ("tolist", "cpu", "numpy") if backend == "native" else ("tolist",)
+        got = _divergence_results(inputs, functools.partial(_NoReads, methods))
+    for a, b in zip(got, want, strict=True):
+        a, b = (x.clone() for x in (a, b))
+        if a.dim() == 1:
+            assert a[QUIET].isnan()
+            a[QUIET] = b[QUIET] = 0
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * max(1.0, b.abs().max().item()))
 
 
 QUIET = 3  # a row whose gradient is 0

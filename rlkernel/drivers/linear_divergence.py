@@ -53,11 +53,11 @@ def backward(
     rows, mask = _chosen(call, wanted, 2 + int(call.needs[0]) + int(call.needs[1]))
     n = hidden.shape[0] if rows is None else rows.numel()
     plan, gathered = backward_plan(call, n), rows is not None
+    teacher = Scratch(teacher_hidden, teacher_weight, teacher_head, n, gathered, gradients=False, plan=plan)
     student = Scratch(
         hidden, weight, head, n, gathered, gradients=True, hidden_gradient=call.needs[0],
-        weight_gradient=call.needs[1], plan=plan, mask=mask if call.needs[1] else None,
+        weight_gradient=call.needs[1], plan=plan, mask=mask if call.needs[1] else None, beside=teacher.size,
     )  # fmt: skip
-    teacher = Scratch(teacher_hidden, teacher_weight, teacher_head, n, gathered, gradients=False, plan=plan)
     stats = [select(x, rows) for x in results]
     upstream = select(grad if mask is None else torch.where(mask, grad, 0), rows)
     if head.softcap is None and head.logit_scale != 1:

@@ -11,10 +11,10 @@ PARTS = 8 * ALIGNMENT  # what is lost where parts of the workspace begin at mult
 
 
 def forward_plans(call: LinearDivergenceCall) -> tuple[Tile, Tile]:
-    """As many rows of both logits as the limit holds, and of each weight what is converted at a time."""
-    shapes, limit = _shapes(call), workspace.limit(call.hidden.device)
-    wide = [_converted_at_a_time(shape, limit) for shape in shapes]
-    fixed = sum(w * shape.size * shape.converted for w, shape in zip(wide, shapes, strict=True))
+    """As many rows of both logits as the limit holds, and of each weight what is copied at a time."""
+    shapes, copied, limit = _shapes(call), _copied(call), workspace.limit(call.hidden.device)
+    wide = [_copied_at_a_time(shape, of, limit) for shape, of in zip(shapes, copied, strict=True)]
+    fixed = sum(w * shape.size * of for w, shape, of in zip(wide, shapes, copied, strict=True))
     row = sum(
         shape.vocab * shape.logits_dtype.itemsize + shape.size * shape.operand.itemsize for shape in shapes
     )
@@ -29,9 +29,8 @@ def backward_plan(call: LinearDivergenceCall, n: int) -> Tile:
     weight's gradient is then one product a slice.
     """
     shapes, limit = _shapes(call), workspace.limit(call.hidden.device)
-    student, teacher = shapes
-    entry = student.size * (student.converted + (0 if student.dtype == torch.float32 else 4))
-    entry += teacher.size * teacher.converted
+    (student, teacher), (own, other) = shapes, _copied(call)
+    entry = student.size * (own + (0 if student.dtype == torch.float32 else 4)) + teacher.size * other
     row = student.size * (student.operand.itemsize + 4) + teacher.size * teacher.operand.itemsize
 
     def tokens(wide: int) -> int:
@@ -56,12 +55,21 @@ def _shapes(call: LinearDivergenceCall) -> tuple[Shape, Shape]:
     return Shape.of(call.weight, own), Shape.of(call.teacher_weight, other)
 
 
-def _converted_at_a_time(shape: Shape, limit: int) -> int:
+def _copied(call: LinearDivergenceCall) -> tuple[int, int]:
+    """Bytes that an element of each weight takes as an operand, where it is none as it is and lies."""
+    own, other = (
+        shape.converted or (0 if weight.stride(-1) == 1 else shape.operand.itemsize)
+        for shape, weight in zip(_shapes(call), (call.weight, call.teacher_weight), strict=True)
+    )
+    return own, other
+
+
+def _copied_at_a_time(shape: Shape, copied: int, limit: int) -> int:
     """The entries of the vocabulary in a product: all of them, where the weight is an operand as it is."""
     wide = shape.vocab
-    if shape.converted:
+    if copied:
         wide = min(wide, shape.most.vocab)
-        while wide > 256 and wide * shape.size * shape.converted > limit // 8:
+        while wide > 256 and wide * shape.size * copied > limit // 8:
             wide = narrower(wide)
     return wide
 

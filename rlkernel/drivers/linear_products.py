@@ -25,14 +25,15 @@ class Scratch:
         self, hidden: Tensor, weight: Tensor, head: Head, n: int, gathered: bool, *, gradients: bool,
         hidden_gradient: bool = False, weight_gradient: bool = False, direction: bool = False,
         keep: bool = False, owner: Tensor | None = None, plan: Tile | None = None, mask: Tensor | None = None,
-        whole_rows: bool = False,
+        whole_rows: bool = False, beside: int = 0,
     ) -> None:  # fmt: skip
         """``direction``: rows of the hidden states' size are summed in forward.  ``mask`` [n]: operands of
         the other rows are 0, whatever the hidden states hold there.  ``whole_rows``: the logits of a chunk
-        have the whole vocabulary, and its slices are columns of them."""
+        have the whole vocabulary, and its slices are columns of them.  ``beside``: bytes of the limit that
+        are another's."""
         self.source, self.weight, self.head, self.n, self.gathered = hidden, weight, head, n, gathered
         self._gradients, self._of_hidden, self._of_weight = gradients, hidden_gradient, weight_gradient
-        self._direction, self._whole_rows = direction, whole_rows
+        self._direction, self._whole_rows, self._beside = direction, whole_rows, beside
         self.plan = plan or tile_plan(weight, head, n)
         self._mask, self._may_be_masked = mask, False
         self._held: int | None = None  # the first row of the chunk whose operands are there
@@ -106,7 +107,7 @@ class Scratch:
         """Of how many rows the sums are there at a time: of all, or of as many chunks as the limit holds."""
         if not (self._is_cut or self._direction):
             return tokens  # each chunk's are complete at once
-        room = (workspace.limit(self.source.device) - used) // (4 * self.source.shape[1])
+        room = (workspace.limit(self.source.device) - self._beside - used) // (4 * self.source.shape[1])
         return min(self.n, max(room - room % self.plan.tokens, tokens))
 
     def _carve_operands(self, carver: Carver, rows: int, wide: int) -> None:

@@ -145,19 +145,19 @@ def local_logits(logits: Tensor, group: Any, vocab_start: int | None) -> tuple[T
 
 
 def local_head(
-    weight: Tensor, bias: Tensor | None, group: Any, vocab_start: int | None
+    weight: Tensor, bias: Tensor | None, group: Any, vocab_start: int | None, prefix: str = ""
 ) -> tuple[Tensor, Tensor | None, Any, int | None]:
-    """The rank's part of an lm_head, its group and its first entry.
+    """The rank's part of an lm_head, its group and its first entry.  ``prefix``: of the names in errors.
 
     What data parallelism splits is gathered, and its gradient averaged over those ranks, as FSDP does it:
     ``full_tensor()`` alone would leave every rank the gradient of its own rows.
     """
     if not is_dtensor(weight):
         if is_dtensor(bias):
-            raise ValueError("bias must be a plain tensor as weight is one, got a DTensor")
+            raise ValueError(f"{prefix}bias must be a plain tensor as {prefix}weight is one, got a DTensor")
         return weight, bias, group, vocab_start
     if bias is not None and not is_dtensor(bias):
-        raise ValueError("bias must be a DTensor as weight is one, got a plain tensor")
+        raise ValueError(f"{prefix}bias must be a DTensor as {prefix}weight is one, got a plain tensor")
     whole: Any = weight
     dimension = _vocab_dimension(whole, group)
     vocab = weight.shape[0]

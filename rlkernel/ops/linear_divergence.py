@@ -86,8 +86,8 @@ def linear_divergence(
         >>> rlkernel.linear_divergence(student, lm_head, student, lm_head).divergence
         tensor([0., 0., 0.])
     """
-    weight, bias = _gathered("weight", weight, bias)
-    teacher_weight, teacher_bias = _gathered("teacher_weight", teacher_weight, teacher_bias)
+    weight, bias = _gathered("", weight, bias)
+    teacher_weight, teacher_bias = _gathered("teacher_", teacher_weight, teacher_bias)
     own, other = (
         checked_head(
             states, head, bias=b, temperature=1.0, logit_scale=scale, softcap=cap, ignore_index=-1,
@@ -116,11 +116,12 @@ def linear_divergence(
     return DivergenceOutput(divergence.view(rows), None if entropy is None else entropy.view(rows))
 
 
-def _gathered(name: str, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _gathered(prefix: str, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A whole lm_head and its bias."""
-    weight, bias, group, start = _vocab_parallel.local_head(weight, bias, None, None)
+    weight, bias, group, start = _vocab_parallel.local_head(weight, bias, None, None, prefix)
     if _vocab_parallel.named(group, start)[0] is not None:
-        raise ValueError(f"{name} must not be split over the vocabulary by tensor parallelism, got a shard")
+        want = "must not be split over the vocabulary by tensor parallelism"
+        raise ValueError(f"{prefix}weight {want}, got a shard")
     return weight, bias
 
 
