@@ -1,7 +1,7 @@
 """``rlkernel.linear_divergence`` from hidden states against PyTorch, TRL, Liger and the bare GEMMs.
 
-Liger's is a mean over all tokens, whose gradient its forward pass leaves: it is timed and weighed beside the
-others, and no number of it is compared, as it has none of a token.
+Liger's is a mean over all tokens, whose gradients its forward pass computes: where ``--peers`` names it, it is
+timed and weighed beside the others, and no number of it is compared, as it has none of a token.
 """
 
 import warnings
@@ -166,10 +166,12 @@ def _gemms(inputs: dict[str, Any], case: Case, backward: bool) -> Callable[[], N
     return run
 
 
+_LIGER_NOTE = "a mean over all tokens, its gradients computed in forward; not compiled"
+
 PEERS = (
     Peer("torch", _torch),
     Peer("trl", _trl, cpu_note="its torch path, which takes several fp32 tiles; its Triton path needs a GPU"),
-    Peer("liger", _liger, cpu_note="a mean over all tokens, its gradients computed in forward; not compiled"),
+    Peer("liger", _liger, on_request=True, cpu_note=_LIGER_NOTE),
     Peer("bare GEMMs", _torch, bare=_gemms),
 )
 
