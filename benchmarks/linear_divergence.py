@@ -1,7 +1,7 @@
 """``rlkernel.linear_divergence`` from hidden states against PyTorch, TRL, Liger and the bare GEMMs.
 
-Liger's is a mean over all tokens, whose gradients its forward pass computes: where ``--peers`` names it, it is
-timed and weighed beside the others, and no number of it is compared, as it has none of a token.
+Liger's is a mean over all tokens, whose gradients its forward pass computes: where ``--peers`` names it, it
+is timed and weighed beside the others, and no number of it is compared, as it has none of a token.
 """
 
 import warnings
