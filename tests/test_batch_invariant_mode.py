@@ -135,6 +135,23 @@ def test_linear_logprob_is_logprob_of_the_product():
         assert_invariant(run, (hidden, ids))
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_divergence_is_the_divergence_of_both_products(dtype, beta):
+    """Under a limit that holds few rows too; another test has the row in other batches."""
+    hidden, weight = (ROWS / 40).to(dtype), WEIGHT.repeat(9, 1).to(dtype)
+    teacher, teacher_weight = hidden[:, 3:].flip(1), weight[:, 3:].contiguous()
+    asked = {"beta": beta, "return_entropy": True}
+    with rlkernel.batch_invariant():
+        products = F.linear(hidden.float(), weight.float()), F.linear(teacher.float(), teacher_weight.float())
+        want = rlkernel.divergence(*products, **asked)
+        for limit in (2**28, 2**20):
+            with rlkernel.workspace.limited(limit):
+                out = rlkernel.linear_divergence(hidden, weight, teacher, teacher_weight, **asked)
+            assert_equal(f"divergence, {limit}", out.divergence, want.divergence)
+            assert_equal(f"entropy, {limit}", out.entropy, want.entropy)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rlkernels_operators(dtype, threads):
     """Log-probabilities and samples, whose seeds and positions go with the row."""

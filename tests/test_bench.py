@@ -54,8 +54,35 @@ def test_linear_logprob_counts_the_least_three_gemms_or_two_with_a_frozen_head()
     assert module.flops(case.replace(gradients=("hidden",)), True) == 2 * module.flops(case, False)
 
 
+def test_linear_divergence_counts_a_product_of_each_model_and_two_for_gradients():
+    module = cases.modules(["linear_divergence"])["linear_divergence"]
+    case = Case({"N": 2, "H": 3, "V": 5}, gradients=("hidden", "weight"))
+    wide, frozen = case.replace(inputs={"teacher_size": 7}), case.replace(gradients=("hidden",))
+    product = 2 * 2 * 5  # operations for each element of a hidden state
+    assert [module.flops(case, backward) for backward in (False, True)] == [6 * product, 12 * product]
+    assert [module.flops(wide, backward) for backward in (False, True)] == [10 * product, 16 * product]
+    assert module.flops(frozen, True) == 9 * product
+    assert module.bytes_moved(case, False) == 4 * (2 + 5) * (3 + 3)
+    assert module.bytes_moved(wide, True) == 4 * ((2 + 5) * (3 + 7) + (2 + 5) * 3)
+    assert module.bytes_moved(frozen, True) == module.bytes_moved(case, False) + 4 * 2 * 3
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_ligers_distillation_is_the_mean_of_the_divergence(beta):
+    """It is timed beside linear_divergence, so it must compute the same, though of no token alone."""
+    pytest.importorskip("liger_kernel.chunked_loss")
+    module = cases.modules(["linear_divergence"])["linear_divergence"]
+    case = Case({"N": 6, "H": 8, "V": 40}, "float64", {"beta": beta}, op="linear_divergence")
+    case = case.replace(inputs={"teacher_size": 5})
+    inputs = parity.make_inputs(module, case, "cpu")
+    peer = next(peer for peer in module.PEERS if peer.name == "liger")
+    mean, own = peer.load()(inputs, case)["mean"], parity.ours(module, case.op, "reference")(inputs, case)
+    torch.testing.assert_close(mean, own["divergence"].mean().to(mean.dtype))
+
+
 @pytest.mark.parametrize(
-    "op", ["linear_logprob", "linear_policy_loss", "sample_linear", "prefix_shared_attention"]
+    "op",
+    ["linear_logprob", "linear_divergence", "linear_policy_loss", "sample_linear", "prefix_shared_attention"],
 )
 @pytest.mark.parametrize("best", range(4))
 def test_the_floor_is_that_of_the_best_gemm(op, best, monkeypatch):
