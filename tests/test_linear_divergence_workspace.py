@@ -14,7 +14,7 @@ import rlkernel
 from rlkernel.calls.linear_divergence import LinearDivergenceCall
 from rlkernel.drivers import linear_divergence as driver
 from rlkernel.drivers import linear_tiles
-from rlkernel.drivers.linear_divergence_plan import backward_plan, forward_plans
+from rlkernel.drivers.linear_divergence_plan import backward_plan, forward_plan
 from rlkernel.drivers.linear_products import Scratch
 from rlkernel.drivers.linear_tiles import Tile
 from rlkernel.reference.linear_divergence import make_inputs
@@ -26,7 +26,8 @@ small_tiles = linear_divergence_cases.small_tiles
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_products_are_not_done_for_nothing(beta, small_tiles):
-    """One of each model forward and backward, one more a gradient, and of the rows that count alone."""
+    """One of each model forward and backward, one more a gradient, and of the rows that count alone; with a
+    frozen head none of them twice."""
     n, size, vocab = 24, 16, 96
     inputs, unit = inputs_of(n, size, vocab, teacher_size=2 * size), 2 * n * size * vocab
 
@@ -38,12 +39,55 @@ def test_products_are_not_done_for_nothing(beta, small_tiles):
 
     assert products(()) == 1 + 2
     assert products() == 2 * (1 + 2) + 2
-    assert products(("hidden",)) == products(("weight",)) == 2 * (1 + 2) + 1
+    assert products(("weight",)) == 2 * (1 + 2) + 1
+    assert products(("hidden",)) == products(("hidden",), live=0) == (1 + 2) + 1
     assert products(("bias",)) == 2 * (1 + 2)
     assert products(live=n // 2) == (1 + 2) + (1 + 2 + 2) / 2
     assert products(kept=n // 2) == (2 * (1 + 2) + 2) / 2
     assert products(live=0) == 1 + 2
     assert products(kept=0) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_logits_that_are_there_are_not_computed_again(dtype, softcap, masked, small_tiles):
+    """Of as many rows as the workspace holds; whoever takes it in between costs the products, and no bit."""
+    n, size, vocab = 8, 16, 133
+    inputs, unit = inputs_of(n, size, vocab, teacher_size=2 * size, dtype=dtype), 2 * n * size * vocab
+    mask = torch.arange(n) % 4 > 0 if masked else None
+    options = {"beta": 0.3, "softcap": softcap, "teacher_softcap": 9.0, "mask": mask}
+    share = 1 if mask is None else mask.float().mean().item()
+
+    def gradients(between, grad=None):
+        leaves = {name: x.clone().requires_grad_(name in NAMES) for name, x in inputs.items()}
+        with rlkernel.use_backend("native"), Flops() as counter:
+            out = rlkernel.linear_divergence(**leaves, **options).divergence
+            between()
+            grad = torch.linspace(1, 2, n) if grad is None else grad
+            found = torch.autograd.grad(out, [leaves[name] for name in NAMES], grad, retain_graph=True)
+            again = torch.autograd.grad(out, [leaves[name] for name in NAMES], grad)
+        for name, x, y in zip(NAMES, found, again, strict=True):
+            assert_equal(f"the second gradient of {name}", y, x)
+        return found, counter.total / unit
+
+    def another():
+        rlkernel.linear_logprob(torch.randn(3, 8), torch.randn(50, 8), torch.arange(3))
+
+    found, products = gradients(lambda: None)
+    assert products == pytest.approx(share * ((1 + 2) + 2 + (1 + 2) + 2))  # the second time they are gone
+    for between in (another, workspace.release):
+        others, products = gradients(between)
+        extra = 2 * 3 * 8 * 50 / unit if between is another else 0
+        assert products - extra == pytest.approx(share * (3 * (1 + 2) + 4))
+        for name, x, y in zip(NAMES, found, others, strict=True):
+            assert_equal(name, y, x)
+    grad = torch.linspace(1, 2, n) * (torch.arange(n) != 5)  # fewer rows than forward had
+    _, products = gradients(lambda: None, grad)
+    rows = n if mask is None else int(mask.sum())
+    assert products == pytest.approx(((1 + 2) * rows + 2 * (1 + 2 + 2) * (rows - 1)) / n)
+    with workspace.limited(2**20):  # the logits of both may not leave room for what backward needs
+        check_against_fp64("native", inputs, **options)
 
 
 class Storages(TorchDispatchMode):
@@ -153,14 +197,16 @@ def test_both_parts_are_within_the_limit_of_a_gpu(dtypes, dense, limit):
             for gathered in (False, True):
                 with workspace.limited(limit):
                     forward = [
-                        Scratch(*model, n, gathered, gradients=False, plan=plan, whole_rows=True)
-                        for model, plan in zip((own, other), forward_plans(call), strict=True)
+                        driver._Pair(call, n, gathered, forward_plan(call), whole_rows=True, direction=frozen)
+                        for frozen in (False, True)
                     ]
+                    held = driver._held_until_backward(call, n, gathered)
                     plan, mask = backward_plan(call, n), None if gathered else torch.ones(1)
                     teacher = Scratch(*other, n, gathered, gradients=False, plan=plan)
                     more = {"plan": plan, "mask": mask, "beside": teacher.size}
                     student = Scratch(*own, n, gathered, **many, **more)
-                assert sum(part.size for part in forward) <= limit, (n, vocab, gathered, "forward")
+                assert all(pair.size <= limit for pair in forward), (n, vocab, gathered, "forward")
+                assert held <= limit and (n > 100 or vocab > 1000 or held > 0), (n, vocab, gathered, "held")
                 assert student.size + teacher.size <= limit, (n, vocab, gathered, plan)
 
 

@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel.calls.divergence import DivergenceResults
-from rlkernel.calls.linear_divergence import LinearDivergenceCall
+from rlkernel.calls.linear_divergence import LinearDivergenceCall, LinearDivergenceResults
 from rlkernel.calls.linear_logprob import LinearGrads
 from rlkernel.drivers import linear_divergence as driver
 from rlkernel.triton_ops import divergence as kernels
@@ -20,9 +19,9 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return list(dict.fromkeys(reasons))
 
 
-def forward(call: LinearDivergenceCall) -> DivergenceResults:
+def forward(call: LinearDivergenceCall) -> LinearDivergenceResults:
     return driver.forward(kernels, call)
 
 
-def backward(call: LinearDivergenceCall, results: DivergenceResults, grad: Tensor) -> LinearGrads:
+def backward(call: LinearDivergenceCall, results: LinearDivergenceResults, grad: Tensor) -> LinearGrads:
     return driver.backward(kernels, call, results, grad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +41,7 @@ class Distillation:
 
     def __init__(self, patch: CountedPatch) -> None:
         self.patch = patch
-        self._plans = {
+        self._plans: dict[str, Callable[[ModuleType], None]] = {
             contract.GKD: functools.partial(self._plan_of_logits, "GKDTrainer"),
             contract.GOLD: functools.partial(self._plan_of_logits, "GOLDTrainer"),
             contract.KERNELS: self._plan_divergence,

@@ -1,87 +1,225 @@
 """``linear_divergence`` in tiles: library GEMMs into the workspace, then the kernels of ``divergence``.
 
 Forward takes whole rows of both logits, as many as the workspace holds, so that Jensen and Shannon's, which
-reads them twice, needs no second product.  Backward computes them again, one slice of the vocabulary outside
-and its rows inside, as ``linear_logprob`` does: the weight's gradient is summed in fp32 a slice at a time.
+reads them twice, needs no second product; with a frozen head it makes the direction of the hidden gradient of
+them, too.  Where all rows were there at once, backward finds them there.  Else it computes them again, one
+slice of the vocabulary outside and its rows inside, as ``linear_logprob`` does: the weight's gradient is
+summed in fp32 a slice at a time.
 
-FLOPs: 2 N H V a GEMM of the student, 2 N K V of the teacher; forward one of each, backward one of each again
-and two more of the student, for hidden and weight.
+FLOPs: 2 N H V a GEMM of the student, 2 N K V of the teacher; forward one of each, backward two of the
+student, for hidden and weight, and one of each again where logits are not there any more; with a frozen head
+two of the student and one of the teacher in all.
 Bytes beside the GEMMs, all fp32: each reads its logits once or twice; backward writes a gradient over them.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel.calls.divergence import DivergenceResults
-from rlkernel.calls.linear_divergence import LinearDivergenceCall
-from rlkernel.calls.linear_logprob import Head, LinearGrads
+from rlkernel.calls.divergence import DivergenceCall, DivergenceResults
+from rlkernel.calls.linear_divergence import LinearDivergenceCall, LinearDivergenceResults
+from rlkernel.calls.linear_logprob import Head, LinearGrads, Needs
 from rlkernel.drivers.linear_chosen import Chosen, choose, operations
-from rlkernel.drivers.linear_divergence_plan import backward_plan, forward_plans
+from rlkernel.drivers.linear_divergence_plan import backward_plan, forward_plan
 from rlkernel.drivers.linear_gradients import head_gradients
 from rlkernel.drivers.linear_products import Scratch, rows_of, scatter, select
-from rlkernel.runtime import workspace
+from rlkernel.drivers.linear_tiles import Tile
+from rlkernel.runtime import gpu, workspace
+from rlkernel.runtime.workspace import Carver
 
 
-def forward(kernels: Any, call: LinearDivergenceCall) -> DivergenceResults:
-    """The forward pass of every backend that has kernels of ``divergence``."""
-    count = call.hidden.shape[0]
+def forward(kernels: Any, call: LinearDivergenceCall) -> LinearDivergenceResults:
+    """The forward pass of every backend that has kernels of ``divergence``.
+
+    With ``keep`` the workspace holds on to the logits of all rows for a backward pass that follows at once.
+    """
+    count, device = call.hidden.shape[0], call.hidden.device
     rows, mask = _chosen(call, call.mask, 1)
-    n = count if rows is None else rows.numel()
+    n, plan = count if rows is None else rows.numel(), forward_plan(call)
     results = DivergenceResults.of_rows(call.hidden, (n,), call.wide, call)
-    student, teacher = (
-        Scratch(hidden, weight, head, n, rows is not None, gradients=False, plan=plan, whole_rows=True)
-        for (hidden, weight, head), plan in zip(_models(call), forward_plans(call), strict=True)
-    )
-    with _side_by_side(student, teacher):
-        for a, b in student.chunks():
-            logits, other = (_whole_rows(scratch, rows, a, b) for scratch in (student, teacher))
+    direction = None
+    if call.need_direction:
+        direction = (call.hidden.new_empty if rows is None else call.hidden.new_zeros)(call.hidden.shape)
+    pair = _Pair(call, n, rows is not None, plan, whole_rows=True, direction=call.need_direction)
+    keep = call.keep and not gpu.capturing(device)
+    held = _held_until_backward(call, n, rows is not None) if keep else 0
+    with pair.placed(max(pair.size, held)):
+        for a, b in pair.student.chunks():
+            logits, other = (_whole_rows(pair, model, rows, a, b) for model in range(2))
             there = DivergenceResults(*(rows_of(x, a, b) for x in results))
-            kernels.forward_into(call.of_logits(logits, other, rows_of(mask, a, b)), there)
-    return DivergenceResults(*(scatter(x, rows, count) for x in results))
+            kept = rows_of(mask, a, b)
+            kernels.forward_into(call.of_logits(logits, other, kept), there)
+            if direction is not None:
+                _direct(kernels, call, pair, rows, (a, b), kept, there, direction)
+        found = DivergenceResults(*(scatter(x, rows, count) for x in results))
+        if held:
+            workspace.keep(device, found.sum_exp, pair.front, n)
+    return LinearDivergenceResults(*found, direction)
 
 
 def backward(
-    kernels: Any, call: LinearDivergenceCall, results: DivergenceResults, grad: Tensor
+    kernels: Any, call: LinearDivergenceCall, results: LinearDivergenceResults, grad: Tensor
 ) -> LinearGrads:
     """The backward pass of every backend that has kernels of ``divergence``."""
-    (hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head) = _models(call)
+    if results.direction is not None:
+        row = grad[:, None]
+        return LinearGrads(torch.where(row == 0, 0, row * results.direction).to(call.hidden.dtype))
     wanted = grad != 0 if call.mask is None else call.mask & (grad != 0)
     rows, mask = _chosen(call, wanted, 2 + int(call.needs[0]) + int(call.needs[1]))
-    n = hidden.shape[0] if rows is None else rows.numel()
-    plan, gathered = backward_plan(call, n), rows is not None
-    teacher = Scratch(teacher_hidden, teacher_weight, teacher_head, n, gathered, gradients=False, plan=plan)
-    student = Scratch(
-        hidden, weight, head, n, gathered, gradients=True, hidden_gradient=call.needs[0],
-        weight_gradient=call.needs[1], plan=plan, mask=mask if call.needs[1] else None, beside=teacher.size,
-    )  # fmt: skip
-    stats = [select(x, rows) for x in results]
+    n, device, owner = call.hidden.shape[0] if rows is None else rows.numel(), grad.device, results.sum_exp
     upstream = select(grad if mask is None else torch.where(mask, grad, 0), rows)
-    if head.softcap is None and head.logit_scale != 1:
-        upstream = upstream * head.logit_scale
-    with _side_by_side(student, teacher):
-        of_teacher = _Slices(teacher)
+    stats = DivergenceResults(*(select(x, rows) for x in results.of_rows))
+    made = functools.partial(
+        _Pair, call, n, rows is not None, needs=call.needs, mask=mask if call.needs[1] else None
+    )
+    run = functools.partial(_gradients, kernels, call, rows, mask, stats, upstream)
+    plan, is_held = backward_plan(call, n), bool(_held_until_backward(call, n, rows is not None))
+    if is_held:  # whether they are there still or not, in the same tiles and so with the same bits
+        plan = forward_plan(call)
+    # rows of a gradient are among those of forward: as many are the same
+    if is_held and not gpu.capturing(device) and workspace.kept_for(device, owner) == n:
+        pair = made(plan=plan, whole_rows=True)
+        with pair.placed(pair.size - pair.front, owner) as there:
+            if there:  # no other lease came between
+                return run(pair, known=True)
+    pair = made(plan=plan, whole_rows=False)
+    with pair.placed(pair.size):
+        return run(pair, known=False)
 
-        def fill(logits: Tensor, v0: int, v1: int, a: int, b: int, dz: Tensor) -> None:
-            _finish(logits, head, v0, v1)
-            other = teacher.logits(teacher.hidden(rows, a, b), of_teacher.of(v0, v1), v0, a)
-            _finish(other, teacher_head, v0, v1)
-            asked = call.of_logits(logits, other, None)
-            there = DivergenceResults(*(rows_of(x, a, b) for x in stats))
-            if head.softcap is None:
-                kernels.gradient_into(asked, there, rows_of(upstream, a, b), dz)
+
+def _held_until_backward(call: LinearDivergenceCall, n: int, gathered: bool) -> int:
+    """The bytes of a workspace that holds the logits of all rows, and beside them what backward needs.
+
+    0 where that is more than the limit."""
+    plan, device = forward_plan(call), call.hidden.device
+    if not 0 < n <= plan.tokens:
+        return 0
+    # a GPU's rows without a gradient may be operands of 0, for which there is memory where any mask is given
+    mask = call.hidden if gpu.runs_ahead(device) else None
+    pair = _Pair(call, n, gathered, plan, whole_rows=True, needs=(True, True, True), mask=mask)
+    return pair.size if pair.size <= workspace.limit(device) else 0
+
+
+class _Pair:
+    """Both models' parts of one lease, which a second would take from the first; with ``whole_rows``, in
+    front of them the logits of a chunk's rows."""
+
+    def __init__(
+        self, call: LinearDivergenceCall, n: int, gathered: bool, plan: Tile, *, whole_rows: bool,
+        needs: Needs = (False, False, False), mask: Tensor | None = None, direction: bool = False,
+    ) -> None:  # fmt: skip
+        (hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head) = _models(call)
+        self._n = min(n, plan.tokens)
+        self._vocab, self._dtype, self._whole_rows = weight.shape[0], call.wide, whole_rows
+        self.rows: tuple[Tensor | None, Tensor | None] = (None, None)
+        carver = Carver()
+        self._carve(carver)
+        self.front = carver.size
+        self.teacher = Scratch(
+            teacher_hidden, teacher_weight, teacher_head, n, gathered, gradients=False, plan=plan,
+            whole_rows=whole_rows,
+        )  # fmt: skip
+        self.student = Scratch(
+            hidden, weight, head, n, gathered, gradients=any(needs) or direction,
+            hidden_gradient=needs[0] or direction, weight_gradient=needs[1], plan=plan, mask=mask,
+            whole_rows=whole_rows, beside=self.teacher.size,
+        )  # fmt: skip
+        self.size = self.front + self.student.size + self.teacher.size
+
+    def _carve(self, carver: Carver) -> None:
+        if self._whole_rows:
+            student, teacher = (carver.part(self._n, self._vocab, dtype=self._dtype) for _ in range(2))
+            self.rows = student, teacher
+
+    @contextlib.contextmanager
+    def placed(self, size: int, owner: Tensor | None = None) -> Iterator[bool]:
+        """In a lease of ``size`` bytes, or behind the logits that an earlier one kept for ``owner``: where it
+        has lost them, False and no part is there."""
+        with workspace.lease(size, self.student.source.device, owner) as lease:
+            if owner is not None and lease.kept != self.front:
+                yield False
                 return
-            kernels.gradient_into(asked, there, rows_of(upstream, a, b), other)
-            slope = logits.div_(head.softcap).square_().neg_().add_(1).mul_(head.logit_scale)
-            if mask is not None:  # where 0 would be multiplied with what is not a number
-                slope.masked_fill_(~mask[a:b, None], 0)
-            torch.mul(other, slope, out=dz)
+            self._carve(Carver(lease.memory))
+            end = self.front + self.student.size
+            self.student.place(lease.memory[self.front : end], self.rows[0], owner is not None)
+            self.teacher.place(lease.memory[end:], self.rows[1], owner is not None)
+            try:
+                yield True
+            finally:  # no part outlives the lease
+                self.student.let_go()
+                self.teacher.let_go()
+                self.rows = None, None
 
-        bias_dtype = None if call.bias is None else call.bias.dtype
-        return head_gradients(student, rows, call.needs, bias_dtype, fill)
+
+def _whole_rows(pair: _Pair, model: int, rows: Tensor | None, a: int, b: int) -> Tensor:
+    """The logits [b - a, V] of a chunk."""
+    scratch, logits = (pair.student, pair.teacher)[model], pair.rows[model]
+    assert logits is not None
+    h = scratch.hidden(rows, a, b)
+    for v0, v1, w in scratch.weight_slices():
+        _finish(scratch.logits(h, w, v0, a), scratch.head, v0, v1)
+    return rows_of(logits, 0, b - a)
+
+
+def _direct(
+    kernels: Any, call: LinearDivergenceCall, pair: _Pair, rows: Tensor | None, span: tuple[int, int],
+    mask: Tensor | None, stats: DivergenceResults, direction: Tensor,
+) -> None:  # fmt: skip
+    """The gradients of a chunk's hidden states where each row's is 1, from the logits that are there."""
+    (a, b), scratch, (logits, other) = span, pair.student, pair.rows
+    assert logits is not None and other is not None
+    ones = torch.ones_like(stats.row_max) if mask is None else mask.to(stats.row_max.dtype)
+    sums = scratch.round_sums(direction, a, b, a)
+    for v0, v1, w in scratch.weight_slices():
+        tile, beside = (rows_of(x, 0, b - a)[:, v0:v1] for x in (logits, other))
+        dz = scratch.gradient(tile)
+        _fill(kernels, call.of_logits(tile, beside, None), stats, ones, scratch.head, mask, dz)
+        scratch.accumulate(sums, dz, w, v0 == 0)
+    scratch.store_round(direction, rows, a, b, sums)
+
+
+def _gradients(
+    kernels: Any, call: LinearDivergenceCall, rows: Tensor | None, mask: Tensor | None,
+    stats: DivergenceResults, upstream: Tensor, pair: _Pair, known: bool,
+) -> LinearGrads:  # fmt: skip
+    """From logits that are ``known`` or are multiplied again."""
+    student, teacher = pair.student, pair.teacher
+    of_teacher = _Slices(teacher)
+
+    def fill(logits: Tensor, v0: int, v1: int, a: int, b: int, dz: Tensor) -> None:
+        if known:
+            assert pair.rows[1] is not None
+            other = pair.rows[1][a:b, v0:v1]
+        else:
+            other = teacher.logits(teacher.hidden(rows, a, b), of_teacher.of(v0, v1), v0, a)
+            _finish(logits, student.head, v0, v1)
+            _finish(other, teacher.head, v0, v1)
+        there = DivergenceResults(*(rows_of(x, a, b) for x in stats))
+        asked, counted = call.of_logits(logits, other, None), rows_of(mask, a, b)
+        _fill(kernels, asked, there, rows_of(upstream, a, b), student.head, counted, dz)
+
+    bias_dtype = None if call.bias is None else call.bias.dtype
+    return head_gradients(student, rows, call.needs, bias_dtype, fill)
+
+
+def _fill(
+    kernels: Any, asked: DivergenceCall, stats: DivergenceResults, upstream: Tensor, head: Head,
+    mask: Tensor | None, dz: Tensor,
+) -> None:  # fmt: skip
+    """The gradient of what the product gave to ``dz``, from that of the rows; both logits may be lost."""
+    if head.softcap is None:
+        kernels.gradient_into(asked, stats, upstream * head.logit_scale, dz)
+        return
+    logits, other = asked.logits, asked.teacher_logits
+    kernels.gradient_into(asked, stats, upstream, other)
+    slope = logits.div_(head.softcap).square_().neg_().add_(1).mul_(head.logit_scale)
+    if mask is not None:  # where 0 would be multiplied with what is not a number
+        slope.masked_fill_(~mask[:, None], 0)
+    torch.mul(other, slope, out=dz)
 
 
 class _Slices:
@@ -110,27 +248,6 @@ def _chosen(call: LinearDivergenceCall, wanted: Tensor | None, products: int) ->
     if wanted is None:
         return Chosen()
     return choose(wanted, operations(call.weight, call.heads[0], wanted.shape[0], products))
-
-
-@contextlib.contextmanager
-def _side_by_side(student: Scratch, teacher: Scratch) -> Iterator[None]:
-    """Both in one lease, which a second would take from the first."""
-    with workspace.lease(student.size + teacher.size, student.source.device) as lease:
-        student.place(lease.memory[: student.size])
-        teacher.place(lease.memory[student.size :])
-        try:
-            yield
-        finally:  # no part outlives the lease
-            student.let_go()
-            teacher.let_go()
-
-
-def _whole_rows(scratch: Scratch, rows: Tensor | None, a: int, b: int) -> Tensor:
-    """The logits [b - a, V] of a chunk."""
-    h = scratch.hidden(rows, a, b)
-    for v0, v1, w in scratch.weight_slices():
-        _finish(scratch.logits(h, w, v0, a), scratch.head, v0, v1)
-    return scratch.rows_of_logits(b - a)
 
 
 def _finish(logits: Tensor, head: Head, v0: int, v1: int) -> None:

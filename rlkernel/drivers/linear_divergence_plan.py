@@ -10,36 +10,38 @@ from rlkernel.runtime.workspace import ALIGNMENT
 PARTS = 8 * ALIGNMENT  # what is lost where parts of the workspace begin at multiples of it
 
 
-def forward_plans(call: LinearDivergenceCall) -> tuple[Tile, Tile]:
-    """As many rows of both logits as the limit holds, and of each weight what is copied at a time."""
-    shapes, copied, limit = _shapes(call), _copied(call), workspace.limit(call.hidden.device)
-    wide = [_copied_at_a_time(shape, of, limit) for shape, of in zip(shapes, copied, strict=True)]
-    fixed = sum(w * shape.size * of for w, shape, of in zip(wide, shapes, copied, strict=True))
+def forward_plan(call: LinearDivergenceCall) -> Tile:
+    """As many rows of both logits as the limit holds, and the slices of the vocabulary in which they are
+    multiplied; the same whether a gradient is wanted or not, and so are the bits."""
+    shapes, copied, limit, wide = (
+        _shapes(call),
+        _copied(call),
+        workspace.limit(call.hidden.device),
+        _wide(call),
+    )
+    student = shapes[0]
+    fixed = wide * sum(shape.size * of for shape, of in zip(shapes, copied, strict=True))
     row = sum(
         shape.vocab * shape.logits_dtype.itemsize + shape.size * shape.operand.itemsize for shape in shapes
     )
-    tokens = _whole(min((limit - fixed - PARTS) // row, shapes[0].most.tokens))
-    return Tile(tokens, wide[0]), Tile(tokens, wide[1])
+    row += wide * (student.cell - student.logits_dtype.itemsize) + 4 * student.size  # of the direction
+    return Tile(_whole(min((limit - fixed - PARTS) // row, student.most.tokens)), wide)
 
 
 def backward_plan(call: LinearDivergenceCall, n: int) -> Tile:
-    """The tiles of both logits, and of the student's gradient.
+    """The tiles of both logits, and of the student's gradient, where the logits are computed again.
 
     On a GPU all ``n`` rows at once, as long as a slice of the vocabulary is wide enough beside them: the
     weight's gradient is then one product a slice.
     """
-    shapes, limit = _shapes(call), workspace.limit(call.hidden.device)
-    (student, teacher), (own, other) = shapes, _copied(call)
-    entry = student.size * (own + (0 if student.dtype == torch.float32 else 4)) + teacher.size * other
+    (student, teacher), limit, wide = _shapes(call), workspace.limit(call.hidden.device), _wide(call)
+    entry = _bytes_of_an_entry(call)
     row = student.size * (student.operand.itemsize + 4) + teacher.size * teacher.operand.itemsize
 
     def tokens(wide: int) -> int:
         cell = student.cell + teacher.logits_dtype.itemsize
         return int((limit - wide * entry - PARTS) // (cell * wide + row))
 
-    wide = min(student.vocab, student.most.vocab)
-    while wide > 256 and wide * entry > limit // 2:
-        wide = narrower(wide)
     if student.device.type == "cpu" or invariance.is_on():
         return Tile(_whole(min(max(tokens(wide), 16), student.most.tokens)), wide)
     narrow = wide
@@ -48,6 +50,21 @@ def backward_plan(call: LinearDivergenceCall, n: int) -> Tile:
     if tokens(narrow) >= n:
         return Tile(max(n, 1), narrow)
     return Tile(_whole(max(tokens(wide), 16)), wide)
+
+
+def _wide(call: LinearDivergenceCall) -> int:
+    """The entries of the vocabulary in a slice, whose weights and gradient take a fourth of the limit."""
+    student, entry = _shapes(call)[0], _bytes_of_an_entry(call)
+    wide = min(student.vocab, student.most.vocab)
+    while wide > 256 and wide * entry > workspace.limit(call.hidden.device) // 4:
+        wide = narrower(wide)
+    return wide
+
+
+def _bytes_of_an_entry(call: LinearDivergenceCall) -> int:
+    """Of a row of both weights, where they are copied, and of the student's fp32 gradient."""
+    (student, teacher), (own, other) = _shapes(call), _copied(call)
+    return student.size * (own + (0 if student.dtype == torch.float32 else 4)) + teacher.size * other
 
 
 def _shapes(call: LinearDivergenceCall) -> tuple[Shape, Shape]:
@@ -62,16 +79,6 @@ def _copied(call: LinearDivergenceCall) -> tuple[int, int]:
         for shape, weight in zip(_shapes(call), (call.weight, call.teacher_weight), strict=True)
     )
     return own, other
-
-
-def _copied_at_a_time(shape: Shape, copied: int, limit: int) -> int:
-    """The entries of the vocabulary in a product: all of them, where the weight is an operand as it is."""
-    wide = shape.vocab
-    if copied:
-        wide = min(wide, shape.most.vocab)
-        while wide > 256 and wide * shape.size * copied > limit // 8:
-            wide = narrower(wide)
-    return wide
 
 
 def _whole(rows: int) -> int:

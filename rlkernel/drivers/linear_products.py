@@ -29,8 +29,8 @@ class Scratch:
     ) -> None:  # fmt: skip
         """``direction``: rows of the hidden states' size are summed in forward.  ``mask`` [n]: operands of
         the other rows are 0, whatever the hidden states hold there.  ``whole_rows``: the logits of a chunk
-        have the whole vocabulary, and its slices are columns of them.  ``beside``: bytes of the limit that
-        are another's."""
+        have the whole vocabulary, in memory of the caller's (``place``), and its slices are columns of them.
+        ``beside``: bytes of the limit that are another's."""
         self.source, self.weight, self.head, self.n, self.gathered = hidden, weight, head, n, gathered
         self._gradients, self._of_hidden, self._of_weight = gradients, hidden_gradient, weight_gradient
         self._direction, self._whole_rows, self._beside = direction, whole_rows, beside
@@ -78,7 +78,7 @@ class Scratch:
         several = n > self.plan.tokens or weight_dtype != self.operand  # or the GEMM itself accumulates
         self._kept = part(self._layout.size(self._slots), dtype=dtype) if self._slots else None
         kept = carver.size
-        self._logits = part(tokens, vocab if self._whole_rows else wide, dtype=dtype)
+        self._logits = None if self._whole_rows else part(tokens, wide, dtype=dtype)
         self._carve_operands(carver, tokens, wide)
         accumulate = self._of_weight and several and weight_dtype != torch.float32
         self._dw = part(wide, size, dtype=torch.float32) if accumulate else None
@@ -105,7 +105,7 @@ class Scratch:
 
     def _rows_of_sums(self, tokens: int, used: int) -> int:
         """Of how many rows the sums are there at a time: of all, or of as many chunks as the limit holds."""
-        if not (self._is_cut or self._direction):
+        if self._whole_rows or not (self._is_cut or self._direction):
             return tokens  # each chunk's are complete at once
         room = (workspace.limit(self.source.device) - self._beside - used) // (4 * self.source.shape[1])
         return min(self.n, max(room - room % self.plan.tokens, tokens))
@@ -135,10 +135,15 @@ class Scratch:
         self.place(lease.memory)
         return self
 
-    def place(self, memory: Tensor) -> None:
-        """Take the parts of ``memory``, uint8 of at least ``size``, until ``let_go``."""
+    def place(self, memory: Tensor, rows: Tensor | None = None, known: bool = False) -> None:
+        """Take the parts of ``memory``, uint8 of at least ``size``, until ``let_go``.
+
+        ``rows`` [tokens, V] are for the logits of a chunk, which they hold already if ``known``.
+        """
         self._without_memory = dict(vars(self))
         self._carve(Carver(memory))
+        if rows is not None:
+            self._logits, self._known = rows, known
 
     def let_go(self) -> None:
         vars(self).update(self._without_memory)
@@ -213,13 +218,11 @@ class Scratch:
             if index < self._slots:
                 tile = self._kept[start : start + rows * wide].view(rows, wide)
                 return tile if self._known else self._product(tile, h, w)
+        assert self._logits is not None
         if self._whole_rows:
-            return self._product(self.rows_of_logits(rows)[:, v0 : v0 + wide], h, w)
+            tile = rows_of(self._logits, 0, rows)[:, v0 : v0 + wide]
+            return tile if self._known else self._product(tile, h, w)
         return self._product(dense(self._logits, rows, wide), h, w)
-
-    def rows_of_logits(self, count: int) -> Tensor:
-        """With ``whole_rows``: the logits of the chunk that was multiplied last, [count, V]."""
-        return self._logits[:count]
 
     def _product(self, tile: Tensor, h: Tensor, w: Tensor) -> Tensor:
         if self.product == "out_dtype" and tile.dtype == torch.float32:

@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel.calls.divergence import DivergenceResults
-from rlkernel.calls.linear_divergence import LinearDivergenceCall
+from rlkernel.calls.linear_divergence import LinearDivergenceCall, LinearDivergenceResults
 from rlkernel.calls.linear_logprob import LinearGrads
 from rlkernel.drivers import linear_divergence as driver
 from rlkernel.native import divergence, tensor_reasons
@@ -19,9 +18,9 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return [] if tensors[0].device.type == "cpu" else ["the kernel is one for CPUs"]
 
 
-def forward(call: LinearDivergenceCall) -> DivergenceResults:
+def forward(call: LinearDivergenceCall) -> LinearDivergenceResults:
     return driver.forward(divergence, call)
 
 
-def backward(call: LinearDivergenceCall, results: DivergenceResults, grad: Tensor) -> LinearGrads:
+def backward(call: LinearDivergenceCall, results: LinearDivergenceResults, grad: Tensor) -> LinearGrads:
     return driver.backward(divergence, call, results, grad)

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch
-from rlkernel.calls.divergence import DivergenceOutput, DivergenceResults
-from rlkernel.calls.linear_divergence import LinearDivergenceCall
+from rlkernel.calls.divergence import DivergenceOutput
+from rlkernel.calls.linear_divergence import LinearDivergenceCall, LinearDivergenceResults
 from rlkernel.calls.linear_logprob import Head, LinearGrads
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate, _vocab_parallel
 from rlkernel.ops._typed import typed
 from rlkernel.ops.linear_logprob import checked_head
+from rlkernel.runtime import tracing
 from rlkernel.runtime.modes import without_autocast
 
 
@@ -44,9 +45,12 @@ def linear_divergence(
 
     The logits, in fp32, exist some rows at a time in a workspace whose size is a setting
     (``rlkernel.workspace.set_limit``) and does not depend on N: forward takes as many whole rows of both as
-    it holds, one at least.  Backward computes them again, ``2 N H V`` operations for the student and as many
-    of the teacher's size, and two such products more for the gradients; the weight's is summed in fp32.  Rows
-    that the mask leaves out cost nothing, nor do rows in backward whose upstream gradient is exactly 0.
+    it holds, one at least.  Backward computes them again unless all of them were there, ``2 N H V``
+    operations for the student and as many of the teacher's size, and two such products more for the
+    gradients; the weight's is summed in fp32.  With a frozen head (neither weight nor bias requires a
+    gradient) forward already computes the direction of the hidden gradient: two GEMMs of the student and one
+    of the teacher in all.  Rows that the mask leaves out cost nothing, nor do rows in backward whose upstream
+    gradient is exactly 0.
 
     The same call gives the same bits (run-to-run), with and without gradients.
 
@@ -103,7 +107,8 @@ def linear_divergence(
     beta = _validate.fraction("beta", beta)
     temperature = _validate.one_temperature(temperature, own.compute_dtype)
     kept = _validate.mask(mask, "the rows of hidden", hidden[..., 0])
-    rows = hidden.shape[:-1]
+    rows, learns = hidden.shape[:-1], torch.is_grad_enabled()
+    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     call = LinearDivergenceCall(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias,
         teacher_hidden.reshape(-1, teacher_hidden.shape[-1]), teacher_weight.detach(),
@@ -111,6 +116,8 @@ def linear_divergence(
         None if kept is None else kept.contiguous().view(-1), beta, temperature,
         own.logit_scale, own.softcap, own.compute_dtype,
         other.logit_scale, other.softcap, other.compute_dtype, return_entropy,
+        keep=learns and trained and not tracing.is_on(),
+        need_direction=learns and hidden.requires_grad and not trained,
     )  # fmt: skip
     divergence, entropy = op(call)
     return DivergenceOutput(divergence.view(rows), None if entropy is None else entropy.view(rows))
@@ -149,14 +156,17 @@ def _pick(call: LinearDivergenceCall) -> ModuleType:
     return dispatch.pick("linear_divergence", *tensors, compute_dtypes=dtypes)
 
 
-def _forward(impl: ModuleType, call: LinearDivergenceCall) -> DivergenceResults:
+def _forward(impl: ModuleType, call: LinearDivergenceCall) -> LinearDivergenceResults:
     with without_autocast(call.hidden.device):
-        results: DivergenceResults = impl.forward(call)
+        results: LinearDivergenceResults = impl.forward(call)
     return results
 
 
 def _backward(
-    impl: ModuleType, call: LinearDivergenceCall, results: DivergenceResults, grads: tuple[Tensor | None, ...]
+    impl: ModuleType,
+    call: LinearDivergenceCall,
+    results: LinearDivergenceResults,
+    grads: tuple[Tensor | None, ...],
 ) -> LinearGrads:
     grad = grads[0]
     assert grad is not None
@@ -168,16 +178,16 @@ def _backward(
 op = Op(
     "linear_divergence",
     LinearDivergenceCall,
-    DivergenceResults,
+    LinearDivergenceResults,
     outputs=2,
     pick=_pick,
     forward=_forward,
     backward=_backward,
-    like=lambda call: DivergenceResults.of_rows(call.hidden, call.hidden.shape[:1], call.wide, call),
+    like=LinearDivergenceResults.empty,
     gradients=("hidden", "weight", "bias"),
     differentiable=("divergence",),
     saves=(
         "hidden", "weight", "bias", "teacher_hidden", "teacher_weight", "teacher_bias", "mask", "row_max",
-        "sum_exp", "teacher_max", "teacher_sum_exp", "student_part",
+        "sum_exp", "teacher_max", "teacher_sum_exp", "student_part", "direction",
     ),
 )  # fmt: skip

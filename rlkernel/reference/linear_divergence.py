@@ -3,27 +3,35 @@
 import torch
 from torch import Tensor
 
-from rlkernel.calls.divergence import DivergenceResults
-from rlkernel.calls.linear_divergence import LinearDivergenceCall
+from rlkernel.calls.linear_divergence import LinearDivergenceCall, LinearDivergenceResults
 from rlkernel.calls.linear_logprob import Head, LinearGrads
 from rlkernel.reference import divergence
 from rlkernel.reference import unsupported as unsupported
 
 
-def forward(call: LinearDivergenceCall) -> DivergenceResults:
+def forward(call: LinearDivergenceCall) -> LinearDivergenceResults:
     own, other = call.heads
     logits, _ = _logits(_widened(call.hidden, own), _widened(call.weight, own), own)
-    return divergence.forward(call.of_logits(logits, _of_teacher(call, other), call.mask))
+    rows = divergence.forward(call.of_logits(logits, _of_teacher(call, other), call.mask))
+    results = LinearDivergenceResults(*rows)
+    if call.need_direction:
+        of_hidden = call._replace(needs=(True, False, False))
+        results = results._replace(
+            direction=backward(of_hidden, results, torch.ones_like(rows.divergence)).hidden
+        )
+    return results
 
 
-def backward(call: LinearDivergenceCall, results: DivergenceResults, grad: Tensor) -> LinearGrads:
+def backward(call: LinearDivergenceCall, results: LinearDivergenceResults, grad: Tensor) -> LinearGrads:
     """Gradients of hidden, weight and bias, each in its dtype and only where ``needs`` says so."""
     own, other = call.heads
     wanted = grad != 0 if call.mask is None else call.mask & (grad != 0)
     # of a row that has no gradient 0: a product with it would spread its NaN over the weight's
     h, w = torch.where(wanted[:, None], _widened(call.hidden, own), 0), _widened(call.weight, own)
     logits, u = _logits(h, w, own)
-    found = divergence.backward(call.of_logits(logits, _of_teacher(call, other), wanted), results, grad)
+    found = divergence.backward(
+        call.of_logits(logits, _of_teacher(call, other), wanted), results.of_rows, grad
+    )
     if own.softcap is not None:
         found = torch.where(found == 0, 0, found * (1 - torch.tanh(u / own.softcap) ** 2))
     found = found * own.logit_scale
