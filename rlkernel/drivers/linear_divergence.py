@@ -24,7 +24,7 @@ from rlkernel.calls.divergence import DivergenceCall, DivergenceResults
 from rlkernel.calls.linear_divergence import LinearDivergenceCall, LinearDivergenceResults
 from rlkernel.calls.linear_logprob import Head, LinearGrads, Needs
 from rlkernel.drivers.linear_chosen import Chosen, choose, operations
-from rlkernel.drivers.linear_divergence_plan import backward_plan, forward_plan
+from rlkernel.drivers.linear_divergence_plan import backward_plan, forward_plan, row_pitch
 from rlkernel.drivers.linear_gradients import head_gradients
 from rlkernel.drivers.linear_products import Scratch, rows_of, scatter, select
 from rlkernel.drivers.linear_tiles import Tile
@@ -132,8 +132,9 @@ class _Pair:
 
     def _carve(self, carver: Carver) -> None:
         if self._whole_rows:
-            student, teacher = (carver.part(self._n, self._vocab, dtype=self._dtype) for _ in range(2))
-            self.rows = student, teacher
+            pitch = row_pitch(self._vocab)
+            student, teacher = (carver.part(self._n, pitch, dtype=self._dtype) for _ in range(2))
+            self.rows = student[..., : self._vocab], teacher[..., : self._vocab]
 
     @contextlib.contextmanager
     def placed(self, size: int, owner: Tensor | None = None) -> Iterator[bool]:

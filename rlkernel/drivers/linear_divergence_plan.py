@@ -21,11 +21,16 @@ def forward_plan(call: LinearDivergenceCall) -> Tile:
     )
     student = shapes[0]
     fixed = wide * sum(shape.size * of for shape, of in zip(shapes, copied, strict=True))
-    row = sum(
-        shape.vocab * shape.logits_dtype.itemsize + shape.size * shape.operand.itemsize for shape in shapes
-    )
+    logits = row_pitch(student.vocab) * student.logits_dtype.itemsize
+    row = sum(logits + shape.size * shape.operand.itemsize for shape in shapes)
     row += wide * (student.cell - student.logits_dtype.itemsize) + 4 * student.size  # of the direction
     return Tile(_whole(min((limit - fixed - PARTS) // row, student.most.tokens)), wide)
+
+
+def row_pitch(vocab: int) -> int:
+    """The elements from one row of logits to the next: each begins at an address that a GEMM's widest stores
+    and a kernel's widest loads want."""
+    return -(-vocab // 64) * 64
 
 
 def backward_plan(call: LinearDivergenceCall, n: int) -> Tile:
