@@ -140,7 +140,7 @@ def test_a_level_that_is_none_is_an_error(monkeypatch):
         (verls.SWITCH, "sampling", "VERL_RLKERNEL must name some of .*got .'sampling',"),
         (openrlhfs.SWITCH, "sampling", "OPENRLHF_RLKERNEL must name some of .*got .'sampling',"),
         (areals.SWITCH, "sampling", "AREAL_RLKERNEL must name some of .*got .'sampling',"),
-        (swifts.SWITCH, "losses", "SWIFT_RLKERNEL must name some of .*got .'losses',"),
+        (swifts.SWITCH, "sampling", "SWIFT_RLKERNEL must name some of .*got .'sampling',"),
         (llamafactories.SWITCH, "sampling", "LLAMAFACTORY_RLKERNEL must name .*got .'sampling',"),
         (skyrls.SWITCH, "sampling", "SKYRL_RLKERNEL must name some of .*got .'sampling',"),
     ],
