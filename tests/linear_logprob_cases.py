@@ -105,6 +105,21 @@ def with_bias(inputs):
     return inputs | {"bias": bias.to(inputs["weight"])}
 
 
+class Storages(TorchDispatchMode):
+    """Sizes of all memory that operators give, by address."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return out
+
+
 class Flops(TorchDispatchMode):
     """Operations of matrix products, in place or not."""
 

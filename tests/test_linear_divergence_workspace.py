@@ -7,8 +7,7 @@ import pytest
 import torch
 from bitwise import assert_equal
 from linear_divergence_cases import BETAS, NAMES, check_against_fp64, inputs_of, run
-from linear_logprob_cases import Flops
-from torch.utils._python_dispatch import TorchDispatchMode
+from linear_logprob_cases import Flops, Storages
 
 import rlkernel
 from rlkernel.calls.linear_divergence import LinearDivergenceCall
@@ -88,21 +87,6 @@ def test_logits_that_are_there_are_not_computed_again(dtype, softcap, masked, sm
     assert products == pytest.approx(((1 + 2) * rows + 2 * (1 + 2 + 2) * (rows - 1)) / n)
     with workspace.limited(2**20):  # the logits of both may not leave room for what backward needs
         check_against_fp64("native", inputs, **options)
-
-
-class Storages(TorchDispatchMode):
-    """Sizes of all memory that operators give, by address."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return out
 
 
 @pytest.mark.parametrize("mask", [None, "half"], ids=["all rows", "some rows"])

@@ -7,9 +7,8 @@ import pytest
 import torch
 from backends import is_slow, of, running
 from bitwise import assert_equal
-from linear_logprob_cases import NAMES, Flops, able, check_against_fp64, of_dtypes, run
+from linear_logprob_cases import NAMES, Flops, Storages, able, check_against_fp64, of_dtypes, run
 from logprob_cases import upstream_like
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
 from rlkernel.bench.cases import MODELS
@@ -119,16 +118,6 @@ def test_workspace_is_all_the_memory_there_is(dtype, head, ignored, monkeypatch)
     n, h, v = 512, 40, 1000
     inputs = make_inputs(n, h, v, dtype=dtype, ignored=ignored)
     able("native", inputs)
-
-    class Storages(TorchDispatchMode):
-        seen: dict[int, int] = {}
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(x, torch.Tensor):
-                    self.seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return out
 
     hidden, weight = (inputs[k].clone().requires_grad_() for k in ("hidden", "weight"))
     weight.requires_grad_(head == "trained")

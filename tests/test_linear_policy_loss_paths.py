@@ -8,7 +8,7 @@ import pytest
 import torch
 from backends import is_slow, running
 from bitwise import assert_equal
-from linear_logprob_cases import Flops
+from linear_logprob_cases import Flops, Storages
 from linear_policy import (
     ALL,
     LEAVES,
@@ -201,18 +201,6 @@ def test_workspace_is_all_the_memory_there_is(monkeypatch):
     monkeypatch.setattr(workspace, "_limit", limit)
     workspace.release()  # a test before this one may have taken more
     h, v = 32, 1000
-
-    class Storages(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = {}
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(x, torch.Tensor):
-                    self.seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return out
 
     for n in (512, 4096):
         inputs = make_inputs(2, n // 2, h, v, full=True)

@@ -7,6 +7,7 @@ from rlkernel.calls.linear_divergence import LinearDivergenceCall, LinearDiverge
 from rlkernel.calls.linear_logprob import Head, LinearGrads
 from rlkernel.reference import divergence
 from rlkernel.reference import unsupported as unsupported
+from rlkernel.reference.linear_logprob import _logits, _widened
 
 
 def forward(call: LinearDivergenceCall) -> LinearDivergenceResults:
@@ -44,20 +45,6 @@ def backward(call: LinearDivergenceCall, results: LinearDivergenceResults, grad:
 
 def _of_teacher(call: LinearDivergenceCall, head: Head) -> Tensor:
     return _logits(_widened(call.teacher_hidden, head), _widened(call.teacher_weight, head), head)[0]
-
-
-def _widened(x: Tensor, head: Head) -> Tensor:
-    """With the values that the product's dtype has."""
-    return x.to(head.compute_dtype).to(head.logits_dtype)
-
-
-def _logits(h: Tensor, w: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """The logits and what they are before the softcap."""
-    u = h @ w.T
-    if head.bias is not None:
-        u = u + head.bias.to(u.dtype)
-    u = u * head.logit_scale
-    return (head.softcap * torch.tanh(u / head.softcap) if head.softcap is not None else u), u
 
 
 def make_inputs(
