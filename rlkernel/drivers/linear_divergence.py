@@ -15,7 +15,7 @@ Bytes beside the GEMMs, all fp32: each reads its logits once or twice; backward 
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +41,10 @@ def forward(kernels: Any, call: LinearDivergenceCall) -> LinearDivergenceResults
     rows, mask = _chosen(call, call.mask, 1)
     n, plan = count if rows is None else rows.numel(), forward_plan(call)
     results = DivergenceResults.of_rows(call.hidden, (n,), call.wide, call)
-    direction = None
+    direction, run = None, None
     if call.need_direction:
+        ones = torch.ones_like(results.row_max) if mask is None else mask.to(call.wide)
+        run = _Pass(kernels, call, rows, mask, results, ones)
         direction = (call.hidden.new_empty if rows is None else call.hidden.new_zeros)(call.hidden.shape)
     pair = _Pair(call, n, rows is not None, plan, whole_rows=True, direction=call.need_direction)
     keep = call.keep and not gpu.capturing(device)
@@ -51,10 +53,9 @@ def forward(kernels: Any, call: LinearDivergenceCall) -> LinearDivergenceResults
         for a, b in pair.student.chunks():
             logits, other = (_whole_rows(pair, model, rows, a, b) for model in range(2))
             there = DivergenceResults(*(rows_of(x, a, b) for x in results))
-            kept = rows_of(mask, a, b)
-            kernels.forward_into(call.of_logits(logits, other, kept), there)
-            if direction is not None:
-                _direct(kernels, call, pair, rows, (a, b), kept, there, direction)
+            kernels.forward_into(call.of_logits(logits, other, rows_of(mask, a, b)), there)
+            if run is not None and direction is not None:
+                _direct(run, pair, a, b, direction)
         found = DivergenceResults(*(scatter(x, rows, count) for x in results))
         if held:
             workspace.keep(device, found.sum_exp, pair.front, n)
@@ -76,7 +77,7 @@ def backward(
     made = functools.partial(
         _Pair, call, n, rows is not None, needs=call.needs, mask=mask if call.needs[1] else None
     )
-    run = functools.partial(_gradients, kernels, call, rows, mask, stats, upstream)
+    run = _Pass(kernels, call, rows, mask, stats, upstream)
     plan, is_held = backward_plan(call, n), bool(_held_until_backward(call, n, rows is not None))
     if is_held:  # whether they are there still or not, in the same tiles and so with the same bits
         plan = forward_plan(call)
@@ -85,10 +86,10 @@ def backward(
         pair = made(plan=plan, whole_rows=True)
         with pair.placed(pair.size - pair.front, owner) as there:
             if there:  # no other lease came between
-                return run(pair, known=True)
+                return _gradients(run, pair, known=True)
     pair = made(plan=plan, whole_rows=False)
     with pair.placed(pair.size):
-        return run(pair, known=False)
+        return _gradients(run, pair, known=False)
 
 
 def _held_until_backward(call: LinearDivergenceCall, n: int, gathered: bool) -> int:
@@ -166,27 +167,45 @@ def _whole_rows(pair: _Pair, model: int, rows: Tensor | None, a: int, b: int) ->
     return rows_of(logits, 0, b - a)
 
 
-def _direct(
-    kernels: Any, call: LinearDivergenceCall, pair: _Pair, rows: Tensor | None, span: tuple[int, int],
-    mask: Tensor | None, stats: DivergenceResults, direction: Tensor,
-) -> None:  # fmt: skip
-    """The gradients of a chunk's hidden states where each row's is 1, from the logits that are there."""
-    (a, b), scratch, (logits, other) = span, pair.student, pair.rows
+class _Pass(NamedTuple):
+    """One over some rows, from their logits to gradients."""
+
+    kernels: Any
+    call: LinearDivergenceCall
+    rows: Tensor | None  # of the hidden states; None: all
+    mask: Tensor | None  # of these rows, those that count; None: all
+    stats: DivergenceResults  # of these rows
+    upstream: Tensor  # of these rows, 0 where they do not count
+
+    def fill(self, asked: DivergenceCall, head: Head, a: int, b: int, dz: Tensor) -> None:
+        """The gradient of what the product gave of the rows [a, b), to ``dz``; both logits may be lost."""
+        stats = DivergenceResults(*(rows_of(x, a, b) for x in self.stats))
+        upstream = rows_of(self.upstream, a, b)
+        if head.softcap is None:
+            self.kernels.gradient_into(asked, stats, upstream * head.logit_scale, dz)
+            return
+        logits, other = asked.logits, asked.teacher_logits
+        self.kernels.gradient_into(asked, stats, upstream, other)
+        slope = logits.div_(head.softcap).square_().neg_().add_(1).mul_(head.logit_scale)
+        if self.mask is not None:  # where 0 would be multiplied with what is not a number
+            slope.masked_fill_(~self.mask[a:b, None], 0)
+        torch.mul(other, slope, out=dz)
+
+
+def _direct(run: _Pass, pair: _Pair, a: int, b: int, direction: Tensor) -> None:
+    """The gradients of the hidden states of a chunk's rows, from the logits that are there."""
+    scratch, (logits, other) = pair.student, pair.rows
     assert logits is not None and other is not None
-    ones = torch.ones_like(stats.row_max) if mask is None else mask.to(stats.row_max.dtype)
     sums = scratch.round_sums(direction, a, b, a)
     for v0, v1, w in scratch.weight_slices():
         tile, beside = (rows_of(x, 0, b - a)[:, v0:v1] for x in (logits, other))
         dz = scratch.gradient(tile)
-        _fill(kernels, call.of_logits(tile, beside, None), stats, ones, scratch.head, mask, dz)
+        run.fill(run.call.of_logits(tile, beside, None), scratch.head, a, b, dz)
         scratch.accumulate(sums, dz, w, v0 == 0)
-    scratch.store_round(direction, rows, a, b, sums)
+    scratch.store_round(direction, run.rows, a, b, sums)
 
 
-def _gradients(
-    kernels: Any, call: LinearDivergenceCall, rows: Tensor | None, mask: Tensor | None,
-    stats: DivergenceResults, upstream: Tensor, pair: _Pair, known: bool,
-) -> LinearGrads:  # fmt: skip
+def _gradients(run: _Pass, pair: _Pair, known: bool) -> LinearGrads:
     """From logits that are ``known`` or are multiplied again."""
     student, teacher = pair.student, pair.teacher
     of_teacher = _Slices(teacher)
@@ -196,31 +215,13 @@ def _gradients(
             assert pair.rows[1] is not None
             other = pair.rows[1][a:b, v0:v1]
         else:
-            other = teacher.logits(teacher.hidden(rows, a, b), of_teacher.of(v0, v1), v0, a)
+            other = teacher.logits(teacher.hidden(run.rows, a, b), of_teacher.of(v0, v1), v0, a)
             _finish(logits, student.head, v0, v1)
             _finish(other, teacher.head, v0, v1)
-        there = DivergenceResults(*(rows_of(x, a, b) for x in stats))
-        asked, counted = call.of_logits(logits, other, None), rows_of(mask, a, b)
-        _fill(kernels, asked, there, rows_of(upstream, a, b), student.head, counted, dz)
+        run.fill(run.call.of_logits(logits, other, None), student.head, a, b, dz)
 
-    bias_dtype = None if call.bias is None else call.bias.dtype
-    return head_gradients(student, rows, call.needs, bias_dtype, fill)
-
-
-def _fill(
-    kernels: Any, asked: DivergenceCall, stats: DivergenceResults, upstream: Tensor, head: Head,
-    mask: Tensor | None, dz: Tensor,
-) -> None:  # fmt: skip
-    """The gradient of what the product gave to ``dz``, from that of the rows; both logits may be lost."""
-    if head.softcap is None:
-        kernels.gradient_into(asked, stats, upstream * head.logit_scale, dz)
-        return
-    logits, other = asked.logits, asked.teacher_logits
-    kernels.gradient_into(asked, stats, upstream, other)
-    slope = logits.div_(head.softcap).square_().neg_().add_(1).mul_(head.logit_scale)
-    if mask is not None:  # where 0 would be multiplied with what is not a number
-        slope.masked_fill_(~mask[:, None], 0)
-    torch.mul(other, slope, out=dz)
+    bias_dtype = None if run.call.bias is None else run.call.bias.dtype
+    return head_gradients(student, run.rows, run.call.needs, bias_dtype, fill)
 
 
 class _Slices:

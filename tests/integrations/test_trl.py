@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 
+import partitioned
 import pytest
 import torch
 import trl_places
@@ -202,17 +203,7 @@ def test_logits_never_exist():
 def test_partitioned_head_is_gathered_again_for_backward(monkeypatch):
     """ZeRO-3 in small: a parameter whose memory is there only inside the gathering context."""
     gathers = []
-
-    @contextlib.contextmanager
-    def gather(*parameters):
-        away = [p for p in parameters if p is not None and not p.numel()]
-        for p in away:
-            gathers.append(p)
-            p.data = p.full
-        yield
-        for p in away:
-            p.data = torch.empty(0)
-
+    gather = partitioned.gathering(gathers)
     monkeypatch.setattr(utils, "maybe_gather_lm_head_ctx", gather)
     inputs = head_inputs()
     exact, exact_grads = score(inputs)

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 
+import partitioned
 import pytest
 import torch
 import trl_places
@@ -252,17 +253,7 @@ def test_under_inference_a_teacher_that_requires_a_gradient_is_served():
 def test_partitioned_heads_are_gathered_again_for_backward(monkeypatch, shared):
     """ZeRO-3 in small: parameters whose memory is there only inside the gathering context."""
     gathers = []
-
-    @contextlib.contextmanager
-    def gather(*parameters):
-        away = [p for p in parameters if p is not None and not p.numel()]
-        for p in away:
-            gathers.append(p)
-            p.data = p.full
-        yield
-        for p in away:
-            p.data = torch.empty(0)
-
+    gather = partitioned.gathering(gathers)
     inputs = models()
     if shared:
         inputs[3], inputs[4:] = torch.randn(ROWS, 24), inputs[1:3]
